@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Style and types: ruff, mypy (strict), clang-format, shell syntax, and the rules on who may include whom.
+# ci/lint.sh --fix formats in place first.
+. "$(dirname "$0")/common.sh"
+use_venv lint
+mapfile -t cpp_files < <(find cpp examples tests \( -name '*.hpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \))
+python_files=(python tests ci)
+
+if [ "${1:-}" = --fix ]; then
+  ruff check -q --fix "${python_files[@]}" || true
+  ruff format -q "${python_files[@]}"
+  clang-format -i "${cpp_files[@]}"
+fi
+
+failed=0
+check() {
+  local name=$1
+  shift
+  if "$@"; then echo "ok      $name"; else echo "FAILED  $name"; failed=1; fi
+}
+
+# forbid WHAT PATTERN FOLDER...: no source line there matches.
+forbid() {
+  local what=$1 pattern=$2
+  shift 2
+  if grep -rnE --include='*.hpp' --include='*.cc' --include='*.cu' --include='*.cuh' "$pattern" "$@"; then
+    echo "  $what"
+    return 1
+  fi
+}
+
+shell_syntax() { local file; for file in ci/*.sh .ci/run; do bash -n "$file" || return 1; done; }
+
+# File by file: the folders of cpp/ in the order in which they may include each other.
+outside_python=(cpp/include cpp/layout cpp/runtime cpp/cpu cpp/kernels)
+check "ruff check" ruff check "${python_files[@]}"
+check "ruff format" ruff format --check "${python_files[@]}"
+check "mypy" mypy
+check "clang-format" clang-format --dry-run --Werror "${cpp_files[@]}"
+check "shell syntax" shell_syntax
+check "no torch in C++" forbid "nothing includes libtorch" '#include *[<"](torch|ATen|c10)/' cpp
+check "no Python outside cpp/python" forbid "only cpp/python includes Python" \
+  '#include *[<"](Python\.h|nanobind)' "${outside_python[@]}"
+check "public headers" forbid "cpp/include includes only itself and the standard library" '#include *"' cpp/include
+check "layout" forbid "cpp/layout includes only itself" '#include *"(runtime|cpu|kernels|python)/' cpp/layout
+check "kernels" forbid "cpp/kernels includes only itself and cpp/layout" '#include *"(runtime|cpu|python)/' cpp/kernels
+check "runtime" forbid "of the kernels, cpp/runtime includes api.hpp alone" \
+  '#include *"kernels/(ptx|protocol|intranode)|#include *"python/' cpp/runtime
+check "inline PTX" forbid "inline PTX stands in cpp/kernels/ptx alone" '\basm\b *(volatile)? *\(' \
+  $(find cpp/kernels -mindepth 1 -maxdepth 1 ! -name ptx)
+exit "$failed"

@@ -1,0 +1,32 @@
+# The Python module _C: a thin client of the library. Limited API from Python 3.12 on, a plain module before.
+if(CMAKE_VERSION VERSION_LESS 3.26)
+  message(FATAL_ERROR "DEEP_MOE_BUILD_PYTHON needs CMake 3.26 or newer (this is ${CMAKE_VERSION}): older ones cannot "
+                      "build for Python's Limited API. 'pip install cmake' gives one.")
+endif()
+find_package(
+  Python 3.10 REQUIRED
+  COMPONENTS Interpreter Development.Module
+  OPTIONAL_COMPONENTS Development.SABIModule)
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -m nanobind --cmake_dir
+  OUTPUT_VARIABLE nanobind_dir OUTPUT_STRIP_TRAILING_WHITESPACE
+  RESULT_VARIABLE nanobind_result)
+if(NOT nanobind_result EQUAL 0)
+  message(FATAL_ERROR "DEEP_MOE_BUILD_PYTHON needs nanobind in ${Python_EXECUTABLE}: pip install nanobind")
+endif()
+set(nanobind_ROOT "${nanobind_dir}")
+find_package(nanobind CONFIG REQUIRED)
+
+file(GLOB python_sources CONFIGURE_DEPENDS cpp/python/*.cc)
+nanobind_add_module(_C STABLE_ABI NB_STATIC NOMINSIZE NB_SUPPRESS_WARNINGS NB_DOMAIN deep_moe ${python_sources})
+target_link_libraries(_C PRIVATE deep_moe::deep_moe deep_moe::layout deep_moe_own_flags)
+if(DEEP_MOE_WITH_CUDA) # what deep_moe._C.build_info() tells
+  string(REPLACE "-real" "" architectures "${DEEP_MOE_CUDA_ARCHITECTURES}")
+  list(JOIN architectures "," architectures)
+  string(REGEX MATCH "^[0-9]+" cuda_major "${CMAKE_CUDA_COMPILER_VERSION}")
+  target_compile_definitions(_C PRIVATE DEEP_MOE_CUDA_COMPILED=1 DEEP_MOE_CUDA_MAJOR=${cuda_major}
+                                        DEEP_MOE_CUDA_ARCHS="${architectures}")
+endif()
+# Nothing of the archives (the CUDA runtime among them) is visible to other modules of the process.
+target_link_options(_C PRIVATE LINKER:--exclude-libs,ALL)
+install(TARGETS _C LIBRARY DESTINATION .)

@@ -1,0 +1,593 @@
+// High-throughput dispatch. The steps and their order are those of the GPU protocol:
+//  1. route: counts and row indices from topk_idx (or from the handle)
+//  2. notify: counts and the offered block go to every peer; then all ranks know all counts, so every row's final index
+//  3. regrow: ranks whose offer was too small publish another one; what still does not fit goes in waves
+//  4. send: each row is read once and stored at its final index at every destination; one flag a peer
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "cpu/protocol.hpp"
+#include "cpu/route.hpp"
+#include "layout/handle.hpp"
+#include "layout/rows.hpp"
+#include "runtime/text.hpp"
+#include "runtime/validate.hpp"
+
+namespace deep_moe::cpu {
+namespace {
+
+using layout::Place;
+using layout::RecvBlock;
+using layout::Region;
+
+constexpr std::int64_t kSendGrain = 64;  // tokens a thread takes at least
+
+// Where one destination wants its rows.
+struct Target {
+  char* base = nullptr;  // of its block
+  RecvBlock block;
+  std::int64_t block_rows = 0;   // rows the block is laid out for
+  std::int64_t first_index = 0;  // of this rank's rows at that destination
+  std::int64_t num_rows = 0;     // of this rank there
+  std::int64_t total_rows = 0;   // of all ranks there
+  std::int64_t num_waves = 1;
+  bool column_scales = false;
+  int first_expert = 0, num_local_experts = 0;
+};
+
+class Dispatch {
+ public:
+  Dispatch(Context context, const DispatchArgs& args)
+      : domain_(context.domain),
+        pool_(context.pool),
+        args_(args),
+        rank_(domain_.rank()),
+        num_ranks_(domain_.num_ranks()),
+        cached_(args.handle != nullptr),
+        num_tokens_(args.x.data.shape[0]),
+        num_experts_(cached_ ? 0 : args.topk_idx.defined() ? args.num_experts : args.num_tokens_per_expert.numel()),
+        blocks_(static_cast<int>(std::max<std::int64_t>(num_experts_, num_ranks_)), num_ranks_),
+        worst_rows_(args.num_worst_tokens) {
+    if (cached_) {
+      const std::int64_t* meta = args.handle->meta.as<std::int64_t>();
+      const bool padded = meta[layout::kMetaNumRecv] != meta[layout::kMetaNumArrived];
+      worst_rows_ = padded ? meta[layout::kMetaNumRecv] : 0;
+    }
+    const TensorView& scales = args.x.scales;
+    format_.row_bytes = args.x.data.shape[1] * static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
+    if (scales.defined()) {
+      scale_item_ = static_cast<std::int64_t>(dtype_bytes(scales.dtype));
+      num_scales_ = scales.num_dims == 2 ? scales.shape[1] : 1;
+      format_.scale_bytes = scale_item_ * num_scales_;
+      column_scales_ = scales.num_dims == 2 && num_scales_ > 1 && scales.stride[0] == 1 && scales.stride[1] != 1;
+    }
+    if (args.topk_idx.defined()) {
+      format_.topk = args.topk_idx.shape[1];
+      format_.idx_bytes = static_cast<std::int64_t>(dtype_bytes(args.topk_idx.dtype));
+      format_.weight_bytes = args.topk_weights.defined() ? 4 : 0;
+    }
+  }
+
+  // Before anything is announced: what fails here is a refusal.
+  void prepare() {
+    make_handle_tensors();
+    if (cached_) {
+      read_handle();
+    } else if (args_.topk_idx.defined()) {
+      route_ = route_tokens(args_.topk_idx, blocks_, send_index_, is_token_in_rank_);
+    } else {
+      route_ = route_tokens(args_.is_token_in_rank, args_.num_tokens_per_expert, num_ranks_, send_index_,
+                            is_token_in_rank_);
+    }
+    std::string reason;
+    if (worst_rows_ > 0) {
+      const std::size_t bytes = RecvBlock(format_, worst_rows_).total;
+      block_ = domain_.heap().allocate_or_grow(bytes, &reason);
+      if (!block_)
+        throw BufferTooSmallError("num_worst_tokens=" + std::to_string(worst_rows_) + " needs " +
+                                  std::to_string(bytes) + " bytes of heap: " + reason);
+      place_ = place_of(block_, worst_rows_);
+      place_.flags |= layout::kPlaceHard;
+    } else if (cached_) {
+      // The counts are known: take what they need at once.
+      take_for(total_of(rank_), &reason);
+    } else {
+      block_ = domain_.heap().allocate_largest(std::numeric_limits<std::int64_t>::max());
+      place_ = place_of(block_, RecvBlock::capacity(format_, static_cast<std::int64_t>(block_.bytes)));
+    }
+  }
+
+  DispatchResult run() {
+    try {
+      notify();
+      regrow();
+      aim();
+      if (all_fit_) {
+        send_all();
+      } else {
+        send_in_waves();
+      }
+      return result();
+    } catch (const ArgumentError&) {
+      give_back();
+      throw;
+    } catch (const BufferTooSmallError&) {
+      give_back();
+      throw;
+    } catch (const PeerRefusedError&) {
+      give_back();
+      throw;
+    } catch (const CallMismatchError&) {
+      give_back();
+      throw;
+    } catch (...) {
+      domain_.heap().quarantine(block_);  // a peer that sleeps may still write there
+      throw;
+    }
+  }
+
+  void give_back() { domain_.heap().free(block_); }
+
+ private:
+  std::int64_t count(int src, int dst) const { return counts_[static_cast<std::size_t>(src) * num_ranks_ + dst]; }
+  std::int64_t total_of(int dst) const {
+    std::int64_t total = 0;
+    for (int src = 0; src < num_ranks_; ++src) total += count(src, dst);
+    return total;
+  }
+
+  Place place_of(const Block& block, std::int64_t capacity) const {
+    Place place;
+    place.segment = block.segment;
+    place.offset = static_cast<std::int64_t>(block.offset);
+    place.capacity = block ? capacity : 0;
+    place.flags = column_scales_ ? layout::kPlaceColumnScales : 0;
+    return place;
+  }
+
+  // A block for `rows` rows, or for as many as can be had.
+  void take_for(std::int64_t rows, std::string* reason) {
+    const std::size_t bytes = RecvBlock(format_, rows).total;
+    block_ = domain_.heap().allocate_most(bytes, reason);
+    const bool fits = block_ && block_.bytes >= bytes;
+    place_ = place_of(block_, fits ? rows : RecvBlock::capacity(format_, static_cast<std::int64_t>(block_.bytes)));
+  }
+
+  // The handle's small tensors share one allocation.
+  void make_handle_tensors() {
+    if (cached_) return;
+    const std::int64_t matrix = static_cast<std::int64_t>(num_ranks_) * num_ranks_;
+    const std::int64_t cells = num_tokens_ * num_ranks_;
+    Tensor memory = make_host_tensor(DType::kInt64, {layout::kDispatchMetaSize + (matrix + 1) / 2 + (cells + 1) / 2 +
+                                                     (cells + 7) / 8 + 1});
+    meta_ = memory.as<std::int64_t>();
+    std::int64_t* next = meta_ + layout::kDispatchMetaSize;
+    handle_.meta = {TensorView::contiguous(meta_, DType::kInt64, {layout::kDispatchMetaSize}), memory.owner};
+    prefix_ = reinterpret_cast<std::int32_t*>(next);
+    handle_.rank_prefix_matrix = {TensorView::contiguous(prefix_, DType::kInt32, {num_ranks_, num_ranks_}),
+                                  memory.owner};
+    next += (matrix + 1) / 2;
+    send_index_ = reinterpret_cast<std::int32_t*>(next);
+    handle_.send_index = {TensorView::contiguous(send_index_, DType::kInt32, {num_tokens_, num_ranks_}), memory.owner};
+    next += (cells + 1) / 2;
+    is_token_in_rank_ = reinterpret_cast<bool*>(next);
+    handle_.is_token_in_rank = {TensorView::contiguous(is_token_in_rank_, DType::kBool, {num_tokens_, num_ranks_}),
+                                memory.owner};
+  }
+
+  void read_handle() {
+    send_index_ = args_.handle->send_index.as<std::int32_t>();
+    const std::int32_t* prefix = args_.handle->rank_prefix_matrix.as<std::int32_t>();
+    counts_.resize(static_cast<std::size_t>(num_ranks_) * num_ranks_);
+    for (int src = 0; src < num_ranks_; ++src) {
+      for (int dst = 0; dst < num_ranks_; ++dst) {
+        const std::int64_t at = static_cast<std::int64_t>(src) * num_ranks_ + dst;
+        counts_[at] = prefix[at] - (src > 0 ? prefix[at - num_ranks_] : 0);
+      }
+    }
+  }
+
+  // Step 2. The counts are written before the announcement, which is their flag.
+  void notify() {
+    const std::uint64_t epoch = domain_.begin_call();
+    if (!cached_) {
+      for (int peer = 0; peer < num_ranks_; ++peer) {
+        std::memcpy(domain_.of(peer).rank_counts(epoch, rank_), route_.rank_counts.data(),
+                    sizeof(std::int32_t) * num_ranks_);
+        std::memcpy(domain_.of(peer).expert_counts(epoch, rank_),
+                    route_.expert_counts.data() + blocks_.first_expert(peer),
+                    sizeof(std::int32_t) * blocks_.num_local_experts(peer));
+      }
+    }
+    layout::Announce words{};
+    words.signature = signature(args_);
+    words.num_tokens = num_tokens_;
+    words.place = place_;
+    epoch_ = domain_.announce(words);
+    domain_.gather_announcements("dispatch/notify", epoch_);
+    places_.resize(num_ranks_);
+    if (!cached_) counts_.resize(static_cast<std::size_t>(num_ranks_) * num_ranks_);
+    for (int src = 0; src < num_ranks_; ++src) {
+      places_[src] = domain_.mine().announce(epoch_, src).place;
+      if (cached_) continue;
+      const std::int32_t* row = domain_.mine().rank_counts(epoch_, src);
+      std::copy(row, row + num_ranks_, counts_.begin() + static_cast<std::ptrdiff_t>(src) * num_ranks_);
+    }
+  }
+
+  // Step 3. Every rank evaluates the same predicate on the gathered words, so all of them know who publishes again.
+  void regrow() {
+    std::vector<int> late;
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      if (total_of(peer) <= places_[peer].capacity) continue;
+      if (places_[peer].flags & layout::kPlaceHard)
+        throw ArgumentError("num_worst_tokens: rank " + std::to_string(peer) + " allows " +
+                            std::to_string(places_[peer].capacity) + " rows and " + std::to_string(total_of(peer)) +
+                            " arrive there; nothing was sent");
+      late.push_back(peer);
+    }
+    if (std::find(late.begin(), late.end(), rank_) != late.end()) publish_again();
+    if (late.empty()) return;
+    domain_.wait(
+        "dispatch/regrow", epoch_,
+        [&] {
+          for (const int peer : late)
+            if (load_acquire(domain_.mine().regrow(epoch_, peer).epoch) != epoch_) return peer;
+          return -1;
+        },
+        [](int) { return std::string("expected its larger block"); });
+    for (const int peer : late) {
+      const layout::Regrow& words = domain_.mine().regrow(epoch_, peer);
+      places_[peer] = words.place;
+      if (words.place.capacity < 1)
+        throw BufferTooSmallError("rank " + std::to_string(peer) + " has no heap for the " +
+                                  std::to_string(total_of(peer)) + " rows that arrive there: " +
+                                  std::string(words.reason, words.num_reason_bytes));
+    }
+  }
+
+  void publish_again() {
+    domain_.heap().free(block_);
+    std::string reason;
+    take_for(total_of(rank_), &reason);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      layout::Regrow& words = domain_.of(peer).regrow(epoch_, rank_);
+      words.place = place_;
+      words.num_reason_bytes = copy_text(reason, words.reason, sizeof(words.reason));
+      store_release(words.epoch, epoch_);
+      domain_.ring(peer);
+    }
+  }
+
+  // From counts and places to addresses.
+  void aim() {
+    targets_.resize(num_ranks_);
+    all_fit_ = true;
+    for (int dst = 0; dst < num_ranks_; ++dst) {
+      Target& target = targets_[dst];
+      const Place& place = places_[dst];
+      target.total_rows = total_of(dst);
+      target.num_rows = count(rank_, dst);
+      for (int src = 0; src < rank_; ++src) target.first_index += count(src, dst);
+      const bool fits = target.total_rows <= place.capacity;
+      target.block_rows = fits && !(place.flags & layout::kPlaceHard) ? target.total_rows : place.capacity;
+      target.num_waves = fits ? 1 : (target.total_rows + place.capacity - 1) / place.capacity;
+      target.block = RecvBlock(format_, target.block_rows);
+      target.column_scales = (place.flags & layout::kPlaceColumnScales) != 0;
+      target.first_expert = blocks_.first_expert(dst);
+      target.num_local_experts = blocks_.num_local_experts(dst);
+      all_fit_ = all_fit_ && fits;
+      if (target.num_rows > 0)
+        target.base = domain_.address(dst, place.segment, static_cast<std::size_t>(place.offset));
+    }
+    if (targets_[rank_].num_waves == 1) domain_.heap().shrink(block_, targets_[rank_].block.total);
+  }
+
+  // One row to one destination, at row `at` of its block.
+  void store_row(const Target& target, std::int64_t token, std::int64_t at) const {
+    std::memcpy(target.base + target.block.x + at * format_.row_bytes,
+                args_.x.data.as<char>() + token * args_.x.data.stride[0] *
+                                              static_cast<std::int64_t>(dtype_bytes(args_.x.data.dtype)),
+                static_cast<std::size_t>(format_.row_bytes));
+    const std::int32_t src = static_cast<std::int32_t>(token);
+    std::memcpy(target.base + target.block.src_idx + at * 4, &src, 4);
+    if (num_scales_ > 0) store_scales(target, token, at);
+    if (format_.topk == 0) return;
+    char* ids = target.base + target.block.topk_idx + at * format_.topk * format_.idx_bytes;
+    float* weights = reinterpret_cast<float*>(target.base + target.block.topk_weights) + at * format_.topk;
+    const float* own = args_.topk_weights.defined()
+                           ? args_.topk_weights.as<float>() + token * args_.topk_weights.stride[0]
+                           : nullptr;
+    for (std::int64_t k = 0; k < format_.topk; ++k) {
+      std::int64_t local = topk_id(args_.topk_idx, token, k) - target.first_expert;
+      if (local < 0 || local >= target.num_local_experts) local = -1;
+      if (format_.idx_bytes == 8) {
+        reinterpret_cast<std::int64_t*>(ids)[k] = local;
+      } else {
+        reinterpret_cast<std::int32_t*>(ids)[k] = static_cast<std::int32_t>(local);
+      }
+      if (own != nullptr) weights[k] = local >= 0 ? own[k] : 0.0f;
+    }
+  }
+
+  void store_scales(const Target& target, std::int64_t token, std::int64_t at) const {
+    const TensorView& scales = args_.x.scales;
+    const char* from = scales.as<char>() + token * scales.stride[0] * scale_item_;
+    char* to = target.base + target.block.scales;
+    const std::int64_t from_step = scales.num_dims == 2 ? scales.stride[1] * scale_item_ : 0;
+    if (!target.column_scales && (from_step == scale_item_ || num_scales_ == 1)) {
+      std::memcpy(to + at * format_.scale_bytes, from, static_cast<std::size_t>(format_.scale_bytes));
+      return;
+    }
+    const std::int64_t first = target.column_scales ? at * scale_item_ : at * format_.scale_bytes;
+    const std::int64_t step = target.column_scales ? target.block_rows * scale_item_ : scale_item_;
+    for (std::int64_t s = 0; s < num_scales_; ++s)
+      std::memcpy(to + first + s * step, from + s * from_step, static_cast<std::size_t>(scale_item_));
+  }
+
+  void flag_rows_done(int dst, std::int64_t waves) {
+    store_release(domain_.of(dst).word(Region::kRowsDone, rank_),
+                  layout::pack_count(epoch_, static_cast<std::uint64_t>(waves)));
+    domain_.ring(dst);
+  }
+  std::int64_t rows_done(int src) {
+    return static_cast<std::int64_t>(
+        layout::unpack_count(load_acquire(domain_.mine().word(Region::kRowsDone, src)), epoch_));
+  }
+
+  // Step 4 where everything fits.
+  void send_all() {
+    pool_.parallel_for(num_tokens_, kSendGrain, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t token = begin; token < end; ++token) {
+        const std::int32_t* index = send_index_ + token * num_ranks_;
+        for (int dst = 0; dst < num_ranks_; ++dst) {
+          if (index[dst] >= 0) store_row(targets_[dst], token, targets_[dst].first_index + index[dst]);
+        }
+      }
+    });
+    for (int dst = 0; dst < num_ranks_; ++dst) flag_rows_done(dst, 1);
+    domain_.wait(
+        "dispatch/rows", epoch_,
+        [&] {
+          for (int src = 0; src < num_ranks_; ++src)
+            if (rows_done(src) < 1) return src;
+          return -1;
+        },
+        [&](int src) { return "expected its flag for " + std::to_string(count(src, rank_)) + " rows, saw none"; });
+  }
+
+  // Step 4 where some block is a window over what arrives: only rows of the window that a destination has opened are
+  // sent; it copies them out to ordinary memory and opens the next one.
+  void send_in_waves() {
+    if (targets_[rank_].num_waves > 1) {
+      domain_.log_once("receives " + std::to_string(targets_[rank_].total_rows) + " rows in " +
+                       std::to_string(targets_[rank_].num_waves) +
+                       " waves, which is slow: its heap cannot grow (raise num_nvl_bytes or DEEP_MOE_MAX_HEAP_BYTES, or "
+                       "free received tensors)");
+      make_spill_tensors();
+    }
+    std::vector<std::vector<std::int64_t>> tokens_to(num_ranks_);
+    for (std::int64_t token = 0; token < num_tokens_; ++token) {
+      for (int dst = 0; dst < num_ranks_; ++dst)
+        if (send_index_[token * num_ranks_ + dst] >= 0) tokens_to[dst].push_back(token);
+    }
+    std::vector<std::int64_t> sent(num_ranks_, 0);
+    std::int64_t drained = 0;
+    const auto window_open = [&](int dst) {
+      if (sent[dst] >= targets_[dst].num_waves) return false;
+      return sent[dst] == 0 ||
+             layout::unpack_count(load_acquire(domain_.mine().word(Region::kWindow, dst)), epoch_) >=
+                 static_cast<std::uint64_t>(sent[dst]);
+    };
+    const auto first_unsent_source = [&] {
+      for (int src = 0; src < num_ranks_; ++src)
+        if (rows_done(src) < drained + 1) return src;
+      return -1;
+    };
+    // -1: something can be done (or all is done); else the peer that keeps us.
+    const auto blocked_by = [&] {
+      int blamed = -1;
+      for (int dst = 0; dst < num_ranks_; ++dst) {
+        if (window_open(dst)) return -1;
+        if (sent[dst] < targets_[dst].num_waves) blamed = dst;
+      }
+      if (drained < targets_[rank_].num_waves) {
+        const int src = first_unsent_source();
+        if (src < 0) return -1;
+        blamed = src;
+      }
+      return blamed;
+    };
+    const auto unfinished = [&] {
+      for (int dst = 0; dst < num_ranks_; ++dst)
+        if (sent[dst] < targets_[dst].num_waves) return true;
+      return drained < targets_[rank_].num_waves;
+    };
+    while (unfinished()) {
+      for (int dst = 0; dst < num_ranks_; ++dst) {
+        if (!window_open(dst)) continue;
+        send_wave(dst, sent[dst], tokens_to[dst]);
+        flag_rows_done(dst, ++sent[dst]);
+      }
+      if (drained < targets_[rank_].num_waves && first_unsent_source() < 0) {
+        if (targets_[rank_].num_waves > 1) copy_out(drained);
+        ++drained;
+        for (int src = 0; src < num_ranks_; ++src) {
+          store_release(domain_.of(src).word(Region::kWindow, rank_),
+                        layout::pack_count(epoch_, static_cast<std::uint64_t>(drained)));
+          domain_.ring(src);
+        }
+      }
+      domain_.wait("dispatch/waves", epoch_, blocked_by,
+                   [&](int) { return "wave " + std::to_string(drained) + " has not arrived"; });
+    }
+  }
+
+  void send_wave(int dst, std::int64_t wave, const std::vector<std::int64_t>& tokens) {
+    const Target& target = targets_[dst];
+    const std::int64_t low = wave * target.block_rows, high = low + target.block_rows;
+    const std::int64_t begin = std::clamp<std::int64_t>(low - target.first_index, 0, target.num_rows);
+    const std::int64_t end = std::clamp<std::int64_t>(high - target.first_index, 0, target.num_rows);
+    pool_.parallel_for(end - begin, kSendGrain, [&](std::int64_t first, std::int64_t last) {
+      for (std::int64_t i = begin + first; i < begin + last; ++i)
+        store_row(target, tokens[i], target.first_index + i - low);
+    });
+  }
+
+  void make_spill_tensors() {
+    const std::int64_t rows = targets_[rank_].total_rows;
+    spill_ = make_host_tensor(DType::kUInt8, {static_cast<std::int64_t>(RecvBlock(format_, rows).total)});
+  }
+
+  void copy_out(std::int64_t wave) {
+    const Target& mine = targets_[rank_];
+    const RecvBlock whole(format_, mine.total_rows);
+    const std::int64_t low = wave * mine.block_rows;
+    const std::int64_t rows = std::min(mine.block_rows, mine.total_rows - low);
+    char* out = spill_.as<char>();
+    const auto copy = [&](std::size_t to, std::size_t from, std::int64_t row_bytes) {
+      std::memcpy(out + to + low * row_bytes, block_.ptr + from, static_cast<std::size_t>(rows * row_bytes));
+    };
+    copy(whole.x, mine.block.x, format_.row_bytes);
+    copy(whole.topk_idx, mine.block.topk_idx, format_.topk * format_.idx_bytes);
+    copy(whole.topk_weights, mine.block.topk_weights, format_.topk * format_.weight_bytes);
+    copy(whole.src_idx, mine.block.src_idx, 4);
+    if (!column_scales_) return copy(whole.scales, mine.block.scales, format_.scale_bytes);
+    for (std::int64_t s = 0; s < num_scales_; ++s) {
+      std::memcpy(out + whole.scales + (s * mine.total_rows + low) * scale_item_,
+                  block_.ptr + mine.block.scales + s * mine.block_rows * scale_item_,
+                  static_cast<std::size_t>(rows * scale_item_));
+    }
+  }
+
+  DispatchResult result() {
+    const Target& mine = targets_[rank_];
+    const bool spilled = mine.num_waves > 1;
+    const std::int64_t arrived = mine.total_rows;
+    const std::int64_t rows = worst_rows_ > 0 ? worst_rows_ : arrived;
+    const RecvBlock parts(format_, rows);
+    if (worst_rows_ > 0) fill_tail(parts, arrived, rows);
+    std::vector<Block> blocks;
+    if (spilled || parts.total == 0) {
+      domain_.heap().free(block_);
+    } else {
+      blocks = domain_.heap().split(block_, {parts.x, parts.scales, parts.topk_idx, parts.topk_weights, parts.src_idx});
+    }
+    static char nothing;
+    const auto tensor = [&](int part, std::size_t offset, DType dtype, std::initializer_list<std::int64_t> shape) {
+      Tensor out;
+      out.view = TensorView::contiguous(&nothing, dtype, shape);
+      if (parts.total == 0) return out;
+      out.view.data = (spilled ? spill_.as<char>() : block_.ptr) + offset;
+      out.owner = spilled ? spill_.owner : domain_.heap().own(blocks[static_cast<std::size_t>(part)]);
+      return out;
+    };
+    DispatchResult result;
+    result.recv_x.data = tensor(0, parts.x, args_.x.data.dtype, {rows, args_.x.data.shape[1]});
+    const TensorView& scales = args_.x.scales;
+    if (scales.defined()) {
+      Tensor& out = result.recv_x.scales;
+      out = scales.num_dims == 2 ? tensor(1, parts.scales, scales.dtype, {rows, num_scales_})
+                                 : tensor(1, parts.scales, scales.dtype, {rows});
+      if (column_scales_) {
+        out.view.stride[0] = 1;
+        out.view.stride[1] = rows;
+      }
+    }
+    Tensor src_idx = tensor(4, parts.src_idx, DType::kInt32, {rows});
+    if (cached_) return result;
+    if (format_.topk > 0) {
+      result.recv_topk_idx = tensor(2, parts.topk_idx, args_.topk_idx.dtype, {rows, format_.topk});
+      if (format_.weight_bytes > 0)
+        result.recv_topk_weights = tensor(3, parts.topk_weights, DType::kFloat32, {rows, format_.topk});
+    }
+    if (worst_rows_ == 0) count_experts(&result.num_recv_tokens_per_expert);
+    handle_.recv_src_idx = std::move(src_idx);
+    fill_handle(rows, arrived);
+    result.handle = std::move(handle_);
+    return result;
+  }
+
+  void fill_tail(const RecvBlock& parts, std::int64_t arrived, std::int64_t rows) const {
+    const auto fill = [&](std::size_t offset, std::int64_t row_bytes, int byte) {
+      std::memset(block_.ptr + offset + arrived * row_bytes, byte, static_cast<std::size_t>((rows - arrived) * row_bytes));
+    };
+    fill(parts.topk_idx, format_.topk * format_.idx_bytes, 0xff);
+    fill(parts.topk_weights, format_.topk * format_.weight_bytes, 0);
+    fill(parts.src_idx, 4, 0xff);
+  }
+
+  void count_experts(std::vector<std::int64_t>* list) {
+    const int num_local = blocks_.num_local_experts(rank_);
+    list->assign(static_cast<std::size_t>(num_local), 0);
+    for (int src = 0; src < num_ranks_; ++src) {
+      const std::int32_t* counts = domain_.mine().expert_counts(epoch_, src);
+      for (int expert = 0; expert < num_local; ++expert) (*list)[expert] += counts[expert];
+    }
+    const std::int64_t alignment = args_.expert_alignment;
+    for (std::int64_t& entry : *list) entry = (entry + alignment - 1) / alignment * alignment;
+  }
+
+  void fill_handle(std::int64_t rows, std::int64_t arrived) {
+    std::uint64_t hash = 14695981039346656037ull ^ static_cast<std::uint64_t>(num_experts_);
+    for (int src = 0; src < num_ranks_; ++src) {
+      for (int dst = 0; dst < num_ranks_; ++dst) {
+        const std::int64_t at = static_cast<std::int64_t>(src) * num_ranks_ + dst;
+        prefix_[at] = static_cast<std::int32_t>((src > 0 ? prefix_[at - num_ranks_] : 0) + count(src, dst));
+        hash = (hash ^ static_cast<std::uint64_t>(count(src, dst))) * 1099511628211ull;
+      }
+    }
+    meta_[layout::kMetaNumTokens] = num_tokens_;
+    meta_[layout::kMetaNumRecv] = rows;
+    meta_[layout::kMetaNumArrived] = arrived;
+    meta_[layout::kMetaNumExperts] = num_experts_;
+    meta_[layout::kMetaTopk] = format_.topk;
+    meta_[layout::kMetaNumRanks] = num_ranks_;
+    meta_[layout::kMetaHash] = static_cast<std::int64_t>(hash | 1);
+    meta_[layout::kMetaReserved] = 0;
+  }
+
+  Domain& domain_;
+  WorkerPool& pool_;
+  const DispatchArgs& args_;
+  const int rank_, num_ranks_;
+  const bool cached_;
+  const std::int64_t num_tokens_, num_experts_;
+  const layout::ExpertBlocks blocks_;
+  std::int64_t worst_rows_;  // rows handed out whatever arrives; 0: as many as arrive
+  layout::RowFormat format_;
+  std::int64_t scale_item_ = 0, num_scales_ = 0;
+  bool column_scales_ = false;
+
+  std::uint64_t epoch_ = 0;
+  Route route_;
+  Block block_;
+  Place place_;
+  std::vector<Place> places_;         // by rank
+  std::vector<std::int64_t> counts_;  // [src][dst]
+  std::vector<Target> targets_;
+  bool all_fit_ = true;
+  Tensor spill_;  // received rows where they came in waves
+
+  OwnedDispatchHandle handle_;
+  std::int64_t* meta_ = nullptr;
+  std::int32_t* prefix_ = nullptr;
+  std::int32_t* send_index_ = nullptr;
+  bool* is_token_in_rank_ = nullptr;
+};
+
+}  // namespace
+
+DispatchResult dispatch(Context context, const DispatchArgs& args) {
+  Dispatch call(context, args);
+  try {
+    call.prepare();
+  } catch (const BufferTooSmallError& error) {
+    context.domain.announce_refusal(signature(args), error.what());
+    throw;
+  }
+  return call.run();
+}
+
+}  // namespace deep_moe::cpu

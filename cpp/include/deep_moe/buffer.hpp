@@ -1,0 +1,201 @@
+// The Buffer: expert-parallel dispatch and combine for one rank of a group.
+//
+// Every call is collective: all ranks of the group make the same calls on their Buffer in the same order. A call that
+// refuses its arguments throws on its own rank and makes every peer throw PeerRefusedError with the reason; the next
+// call works. A time-out or a lost peer fails the Buffer: each call throws the same error until reset() or destroy().
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <deep_moe/bootstrap.hpp>
+#include <deep_moe/config.hpp>
+#include <deep_moe/error.hpp>
+#include <deep_moe/tensor.hpp>
+
+namespace deep_moe {
+
+struct BufferOptions {
+  std::int64_t num_nvl_bytes = 0;   // starting capacity of the heap; it grows to what a call needs
+  std::int64_t num_rdma_bytes = 0;  // starting capacity of the low-latency staging
+  bool low_latency_mode = false;
+  bool enable_shrink = false;      // low latency: mask a rank that does not answer instead of failing
+  double timeout_seconds = 100.0;  // deadline of every wait
+  // Called about every 50 ms of a wait, without locks that user code could need; may throw to give up the call.
+  std::function<void()> interrupt_check;
+};
+
+// x: a tensor, or data with scales (fp8 and the like; opaque bytes either way).
+struct Payload {
+  TensorView data;    // [T, H], inner stride 1
+  TensorView scales;  // undefined, or [T] / [T, S] with any strides
+};
+
+struct OwnedPayload {
+  Tensor data;    // [N, H]
+  Tensor scales;  // undefined, or [N, S]; column-major where the input was
+};
+
+// What combine and a cached dispatch need of a dispatch. Holds indices, never addresses; copies share the memory.
+struct DispatchHandle {
+  TensorView rank_prefix_matrix;  // [R, R] i32, [src, dst] = rows at dst from ranks <= src
+  TensorView recv_src_idx;        // [N] i32, source token of each received row; -1 past the end
+  TensorView is_token_in_rank;    // [T, R] bool
+  TensorView send_index;          // [T, R] i32, row index of the token at that rank, or -1
+  TensorView meta;                // [8] i64, see layout/handle.hpp
+};
+
+struct OwnedDispatchHandle {
+  Tensor rank_prefix_matrix, recv_src_idx, is_token_in_rank, send_index, meta;
+  DispatchHandle view() const;
+};
+
+struct LayoutResult {
+  Tensor num_tokens_per_rank;    // [R] i32
+  Tensor num_tokens_per_expert;  // [E] i32
+  Tensor is_token_in_rank;       // [T, R] bool
+};
+
+struct DispatchArgs {
+  Payload x;
+  TensorView topk_idx;      // [T, K] i64 or i32; undefined in cached mode
+  TensorView topk_weights;  // [T, K] f32, or undefined
+  std::int64_t num_experts = 0;
+  // Only read where topk_idx is undefined and there is no handle: rows go where is_token_in_rank [T, R] bool says, and
+  // num_tokens_per_expert [E] i32 gives the counts.
+  TensorView is_token_in_rank, num_tokens_per_expert;
+  const DispatchHandle* handle = nullptr;  // cached mode
+  std::int64_t expert_alignment = 1;
+  std::int64_t num_worst_tokens = 0;
+};
+
+struct DispatchResult {
+  OwnedPayload recv_x;
+  Tensor recv_topk_idx;      // [N, K], dtype of topk_idx, local ids, -1 elsewhere; undefined in cached mode
+  Tensor recv_topk_weights;  // [N, K] f32, 0 where the id is -1; undefined if no weights were given
+  std::vector<std::int64_t> num_recv_tokens_per_expert;  // [L], rounded up to the alignment; empty with worst tokens
+  OwnedDispatchHandle handle;                            // undefined members in cached mode
+};
+
+struct CombineArgs {
+  TensorView x;  // [N, H] bf16, fp16 or fp32
+  DispatchHandle handle;
+  TensorView topk_weights;  // [N, K] f32, or undefined
+  TensorView bias0, bias1;  // [T, H] of x's dtype, or undefined
+  TensorView out;           // [T, H] of x's dtype, or undefined
+};
+
+struct CombineResult {
+  Tensor combined_x;             // [T, H]; owner is empty where `out` was given
+  Tensor combined_topk_weights;  // [T, K] f32, or undefined
+};
+
+struct LowLatencyHandle {
+  TensorView src_info;      // [L, R * M] i32, source token of each packed row
+  TensorView layout_range;  // [L, R] i64, begin << 32 | count
+  TensorView recv_pos;      // [R, M, K] i32, packed row l * R * M + p of (source, row, k), or -1
+  TensorView recv_weights;  // [R, M, K] f32, or [0]: the weights given at dispatch
+  TensorView meta;          // [12] i64, see layout/handle.hpp
+};
+
+struct OwnedLowLatencyHandle {
+  Tensor src_info, layout_range, recv_pos, recv_weights, meta;
+  LowLatencyHandle view() const;
+};
+
+struct LowLatencyDispatchArgs {
+  Payload x;                // [T, H]; with scales: opaque, no cast
+  TensorView topk_idx;      // [T, K] i64 or i32
+  TensorView topk_weights;  // [T, K] f32, or undefined: allows the pre-reduced combine with a hook
+  std::int64_t num_max_dispatch_tokens_per_rank = 0;
+  std::int64_t num_experts = 0;
+  bool use_fp8 = true;
+  bool round_scale = false;
+  bool use_ue8m0 = false;
+  bool return_recv_hook = false;
+  TensorView cumulative_local_expert_recv_stats;  // [L] i32, or undefined
+  TensorView wait_recv_cost_stats;                // [R] i64 nanoseconds, or undefined
+};
+
+// Tensors are complete once the call (or its hook) has returned.
+struct LowLatencyDispatchResult {
+  OwnedPayload recv_x;  // [L, R*M, H]; scales [L, R*M, H/128] (or H/512), last two dims column-major
+  Tensor recv_count;    // [L] i32
+  OwnedLowLatencyHandle handle;
+  std::function<void()> hook;  // empty unless asked for; call it exactly once
+};
+
+struct LowLatencyCombineArgs {
+  TensorView x;             // [L, R*M, H] bf16, fp16 or fp32
+  TensorView topk_idx;      // [T, K], as given to dispatch
+  TensorView topk_weights;  // [T, K] f32
+  LowLatencyHandle handle;
+  bool use_logfmt = false;
+  bool return_recv_hook = false;
+  TensorView out;                   // [T, H], or undefined
+  TensorView wait_recv_cost_stats;  // [R] i64 nanoseconds, or undefined
+};
+
+struct LowLatencyCombineResult {
+  Tensor combined_x;  // [T, H]
+  std::function<void()> hook;
+};
+
+struct MemoryStats {
+  std::int64_t heap_bytes = 0, live_bytes = 0, live_blocks = 0, quarantined_bytes = 0, peak_bytes = 0, free_bytes = 0;
+  std::int64_t segments = 0, largest_free_bytes = 0, ll_staging_bytes = 0;
+};
+
+class Buffer {
+ public:
+  // Collective over the bootstrap's ranks.
+  Buffer(const Bootstrap& bootstrap, const BufferOptions& options);
+  ~Buffer();
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  int rank() const;
+  int num_ranks() const;
+  const BufferOptions& options() const;
+
+  // Local: no other rank is involved.
+  LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts);
+
+  DispatchResult dispatch(const DispatchArgs& args);
+  CombineResult combine(const CombineArgs& args);
+
+  LowLatencyDispatchResult low_latency_dispatch(const LowLatencyDispatchArgs& args);
+  LowLatencyCombineResult low_latency_combine(const LowLatencyCombineArgs& args);
+  void clean_low_latency_buffer(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden,
+                                std::int64_t num_experts);
+  void update_mask(int rank, bool masked);
+  void query_mask(std::int32_t* status) const;  // [R], 1 = masked
+  void clean_mask();
+
+  // A tensor in the heap: as input of combine it is read in place by the peers.
+  Tensor empty(DType dtype, const std::vector<std::int64_t>& shape);
+  // Scratch memory of this rank that no call uses: [num_bytes] at `offset`, of the heap or of the low-latency kind.
+  Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer);
+  MemoryStats memory_stats() const;
+
+  // A refusal found before the arguments reached this class (say, in a binding): consumes this call's epoch and tells
+  // the peers, exactly as a refusal inside does. Does not throw for the refusal itself.
+  void refuse(const std::string& call, const std::string& reason);
+  void check();    // throws what has failed the Buffer, if anything
+  void reset();    // collective, after a failure: a new generation
+  void destroy();  // local, idempotent; tensors stay valid
+
+  struct Impl;
+
+ private:
+  std::shared_ptr<Impl> impl_;
+};
+
+// SIMD level chosen at run time: "avx512", "avx2", "generic".
+const char* simd_level();
+
+}  // namespace deep_moe

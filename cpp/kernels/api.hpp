@@ -1,0 +1,91 @@
+// The CUDA kernels as the runtime sees them: plain structs and functions, no CUDA and no framework header. In a build
+// without CUDA the same functions throw UnavailableError.
+//
+// Pointers are device addresses unless said otherwise. Functions launch on `stream` and return; a launch that the
+// driver refuses throws Error, wrong arguments throw ArgumentError. Nothing here allocates.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "layout/notify_words.hpp"
+
+namespace deep_moe::kernels {
+
+using Stream = void*;  // a cudaStream_t
+
+// True where the kernels are part of this build.
+bool compiled();
+
+// Loads the kernels on the current device and sets their attributes. Call it once a device, before any kernel waits for
+// a peer: loading a kernel later could wait for the one that waits.
+void prepare();
+
+// The ranks of one Buffer as a kernel of one of them sees them. Filled once by the host, passed by value.
+struct DeviceDomain {
+  int rank = 0;
+  int num_ranks = 1;  // up to layout::kMaxKernelRanks
+  layout::DeviceLayout words;
+  layout::HostLayout host_words;
+  char* workspaces[layout::kMaxKernelRanks] = {};  // by rank, as mapped here; layout::device_workspace_bytes(R) each
+  char* host = nullptr;                            // mapped host memory of this rank, layout::host_words_bytes(R)
+  std::uint64_t timeout_ns = 0;                    // deadline of every wait, from its start
+};
+
+// topk_idx [num_tokens, topk] int32 or int64. Ids outside [0, num_experts) are counted nowhere.
+struct TopkIds {
+  const void* data = nullptr;
+  int id_bytes = 8;  // of one id: 4 or 8
+  int topk = 0;      // 1 .. layout::kMaxTopk
+  std::int64_t num_tokens = 0;
+  std::int64_t row_stride = 0;  // ids from one row to the next, at least topk
+};
+
+struct LayoutArgs {
+  TopkIds ids;
+  int num_experts = 0;
+  int num_blocks = 0;  // 0: chosen by the number of tokens
+  // Out.
+  std::int32_t* num_tokens_per_rank = nullptr;    // [R]
+  std::int32_t* num_tokens_per_expert = nullptr;  // [E]
+  bool* is_token_in_rank = nullptr;               // [T, R]
+};
+
+// Local: no other rank is involved. Two of these on one domain must not run at the same time.
+void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Stream stream);
+
+// Layout of this rank's tokens, counts to every peer, counts of every peer; one launch. Takes the domain's next epoch.
+// See intranode/README.md.
+struct NotifyArgs {
+  TopkIds ids;
+  int num_experts = 0;
+  int num_blocks = 0;  // blocks that read ids, up to layout::kMaxNotifyBlocks; 0: chosen by the number of tokens
+  layout::CallSignature signature;
+  std::uint64_t hash = 0;      // layout::signature_hash(signature); notify() sets it
+  layout::Place place;         // where this rank takes its rows
+  std::uint32_t sequence = 0;  // tag of what goes to mapped memory; 0: no counts for the host
+  // Out; any may be null.
+  std::int32_t* send_position = nullptr;        // [T, R] index of the token among this rank's rows for that rank, or -1
+  bool* is_token_in_rank = nullptr;             // [T, R]
+  std::int32_t* num_tokens_per_rank = nullptr;  // [R]
+  std::int32_t* num_tokens_per_expert = nullptr;  // [E]
+  std::int32_t* rank_matrix = nullptr;            // [R, R] rows from source to destination
+  std::int32_t* rank_prefix_matrix = nullptr;     // [R, R] the same, inclusive over sources
+  std::int32_t* recv_per_expert = nullptr;        // [L] entries for each of this rank's experts, all sources
+};
+void notify(const DeviceDomain& domain, NotifyArgs args, Stream stream);
+
+// Takes the next epoch for a call whose arguments this rank refuses, and tells every peer why. Reasons longer than
+// layout::kReasonBytes are cut.
+void post_refusal(const DeviceDomain& domain, const layout::CallSignature& signature, const std::string& reason,
+                  Stream stream);
+
+// After the host has read the error record: the next error may be recorded. `host` is the host's address of the
+// domain's mapped memory. Stream-ordered; no kernel of the domain may be running on another stream.
+void clear_error(const DeviceDomain& domain, char* host, Stream stream);
+
+// After a failure and clear_error, once no kernel of any rank of the domain runs: this rank's state is as new, and
+// `epoch` calls count as done. All ranks take the same number, not below any epoch that a rank has started.
+void reset_state(const DeviceDomain& domain, std::uint64_t epoch, Stream stream);
+
+}  // namespace deep_moe::kernels

@@ -1,0 +1,72 @@
+// get_dispatch_layout by itself, and what concerns all kernels of this build.
+#include <cuda_runtime.h>
+
+#include "kernels/intranode/launch.hpp"
+#include "kernels/intranode/layout.cuh"
+#include "kernels/ptx/memory.cuh"
+
+namespace deep_moe::kernels {
+namespace {
+
+// One pass over the ids. Blocks add their counts to `sums` [E + R], all zero before and after; who adds last writes
+// out.
+template <typename Id>
+__global__ void __launch_bounds__(NotifyTuning::kThreads)
+    layout_kernel(const __grid_constant__ LayoutArgs args, int num_ranks, std::uint64_t* sums) {
+  extern __shared__ std::uint32_t expert_counts[];
+  __shared__ WarpCounts warp_counts;
+  const layout::ExpertBlocks experts(args.num_experts, num_ranks);
+  const TokenRange range(args.ids.num_tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+
+  std::uint64_t first_mask;
+  count_tokens<Id>(args.ids, experts, range, expert_counts, warp_counts, &first_mask,
+                   [&](std::int64_t t, std::uint64_t mask) {
+                     for (int r = 0; r < num_ranks; ++r) args.is_token_in_rank[t * num_ranks + r] = (mask >> r) & 1;
+                   });
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < args.num_experts + num_ranks; i += NotifyTuning::kThreads) {
+    const int rank = i - args.num_experts;
+    const std::uint32_t count = rank < 0 ? expert_counts[i] : sum_warps(warp_counts[0], rank, NotifyTuning::kWarps);
+    const std::uint64_t before = ptx::atom_add_relaxed_gpu(sums + i, layout::arrive_with(count));
+    if (layout::arrivals(before) != gridDim.x - 1) continue;
+    const std::int32_t total = static_cast<std::int32_t>(layout::tagged_count(before) + count);
+    if (rank < 0) {
+      args.num_tokens_per_expert[i] = total;
+    } else {
+      args.num_tokens_per_rank[rank] = total;
+    }
+    sums[i] = 0;
+  }
+}
+
+}  // namespace
+
+bool compiled() { return true; }
+
+void prepare() {
+  prepare_layout();
+  prepare_notify();
+}
+
+void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Stream stream) {
+  check_domain(domain);
+  check_ids(args.ids, args.num_experts, args.num_blocks);
+  const dim3 grid(static_cast<unsigned>(num_layout_blocks(args.ids.num_tokens, args.num_blocks)));
+  const std::size_t shared = sizeof(std::uint32_t) * static_cast<std::size_t>(args.num_experts);
+  std::uint64_t* sums = domain.words.layout_sums(domain.workspaces[domain.rank]);
+  with_id_type(args.ids.id_bytes, [&](auto id) {
+    layout_kernel<decltype(id)>
+        <<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(args, domain.num_ranks, sums);
+  });
+  check_cuda(cudaGetLastError(), "launch of get_dispatch_layout");
+}
+
+void prepare_layout() {
+  const int shared = static_cast<int>(sizeof(std::uint32_t)) * layout::kMaxExperts;
+  for (const int id_bytes : {4, 8}) {
+    with_id_type(id_bytes, [&](auto id) { load_kernel(layout_kernel<decltype(id)>, shared); });
+  }
+}
+
+}  // namespace deep_moe::kernels

@@ -1,0 +1,132 @@
+// From ids to ranks: the part of layout that get_dispatch_layout and notify share.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/api.hpp"
+#include "kernels/tuning.hpp"
+#include "layout/experts.hpp"
+
+namespace deep_moe::kernels {
+
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+inline constexpr int kRanksPerLane = layout::kMaxKernelRanks / 32;
+
+// One block's counts of rows by rank, warp by warp; two sets, so that one barrier a chunk is enough.
+using WarpCounts = std::uint32_t[2][NotifyTuning::kWarps][layout::kMaxKernelRanks];
+
+// The tokens of one block: a contiguous range, in chunks of one token a thread.
+struct TokenRange {
+  std::int64_t begin, end;
+  int num_chunks;
+
+  __device__ TokenRange(std::int64_t num_tokens, int block, int num_blocks) {
+    constexpr int kThreads = NotifyTuning::kThreads;
+    const std::int64_t chunks = (num_tokens + kThreads - 1) / kThreads;
+    const std::int64_t chunks_per_block = (chunks + num_blocks - 1) / num_blocks;
+    begin = min(num_tokens, block * chunks_per_block * kThreads);
+    end = min(num_tokens, begin + chunks_per_block * kThreads);
+    num_chunks = static_cast<int>((end - begin + kThreads - 1) / kThreads);
+  }
+  __device__ std::int64_t token(int chunk) const {
+    return begin + static_cast<std::int64_t>(chunk) * NotifyTuning::kThreads + threadIdx.x;
+  }
+};
+
+// Loads kIdsInFlight ids from `row`, 16 bytes at a time; `row` is 16-byte aligned.
+template <typename Id>
+__device__ __forceinline__ void load_ids_aligned(const Id* row, Id (&ids)[NotifyTuning::kIdsInFlight]) {
+  constexpr int kIdsPerLoad = 16 / sizeof(Id);
+  union Load {
+    int4 bits;
+    Id ids[kIdsPerLoad];
+  };
+#pragma unroll
+  for (int i = 0; i < NotifyTuning::kIdsInFlight; i += kIdsPerLoad) {
+    Load load;
+    load.bits = __ldg(reinterpret_cast<const int4*>(row + i));
+#pragma unroll
+    for (int j = 0; j < kIdsPerLoad; ++j) ids[i + j] = load.ids[j];
+  }
+}
+
+// The ranks that token `t` goes to, as bits. With kCount every id in range is added to `expert_counts` (shared) as
+// well.
+template <typename Id, bool kCount>
+__device__ std::uint64_t rank_mask(const TopkIds& args, const layout::ExpertBlocks& experts, std::int64_t t,
+                                   std::uint32_t* expert_counts) {
+  constexpr int kBatch = NotifyTuning::kIdsInFlight;
+  using Unsigned = std::make_unsigned_t<Id>;
+  const Id* row = static_cast<const Id*>(args.data) + t * args.row_stride;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(row) % 16 == 0;
+  std::uint64_t mask = 0;
+  for (int k = 0; k < args.topk; k += kBatch) {
+    Id ids[kBatch];
+    if (aligned && k + kBatch <= args.topk) {
+      load_ids_aligned(row + k, ids);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) ids[i] = k + i < args.topk ? __ldg(row + k + i) : Id{-1};
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (static_cast<Unsigned>(ids[i]) >= static_cast<Unsigned>(experts.num_experts)) continue;
+      const int expert_idx = static_cast<int>(ids[i]);
+      mask |= std::uint64_t{1} << experts.rank_of(expert_idx);
+      if constexpr (kCount) atomicAdd(expert_counts + expert_idx, 1u);
+    }
+  }
+  return mask;
+}
+
+// Adds this warp's rows for rank `lane` and rank `lane + 32` to `counts`.
+__device__ __forceinline__ void count_ranks(std::uint64_t mask, int num_ranks, std::uint32_t (&counts)[kRanksPerLane]) {
+  const int lane = threadIdx.x % 32;
+  for (int r = 0; r < num_ranks; ++r) {
+    const std::uint32_t rows = __popc(__ballot_sync(kFullWarp, (mask >> r) & 1));
+    if (lane == r % 32) counts[0] += r < 32 ? rows : 0, counts[1] += r < 32 ? 0 : rows;
+  }
+}
+
+// Puts each warp's counts where the block can add them up.
+__device__ __forceinline__ void share_counts(
+    const std::uint32_t (&counts)[kRanksPerLane],
+    std::uint32_t (&warp_counts)[NotifyTuning::kWarps][layout::kMaxKernelRanks]) {
+#pragma unroll
+  for (int i = 0; i < kRanksPerLane; ++i) warp_counts[threadIdx.x / 32][threadIdx.x % 32 + 32 * i] = counts[i];
+}
+
+// Rows of the first `num_warps` warps for `rank`.
+__device__ __forceinline__ std::uint32_t sum_warps(
+    const std::uint32_t (&warp_counts)[NotifyTuning::kWarps][layout::kMaxKernelRanks], int rank, int num_warps) {
+  std::uint32_t sum = 0;
+  for (int w = 0; w < num_warps; ++w) sum += warp_counts[w][rank];
+  return sum;
+}
+
+// Counts the tokens of a block: experts into `expert_counts` (shared, zeroed here), ranks into warp_counts[0]. Leaves
+// the mask of the thread's token of chunk 0 in `*first_mask`, and calls each_token(t, mask) for every token. Ends
+// without a barrier.
+template <typename Id, typename EachToken>
+__device__ void count_tokens(const TopkIds& ids, const layout::ExpertBlocks& experts, const TokenRange& range,
+                             std::uint32_t* expert_counts, WarpCounts& warp_counts, std::uint64_t* first_mask,
+                             EachToken each_token) {
+  for (int e = threadIdx.x; e < experts.num_experts; e += NotifyTuning::kThreads) expert_counts[e] = 0;
+  __syncthreads();
+  std::uint32_t counts[kRanksPerLane] = {};
+  std::uint64_t mask = 0;
+  for (int chunk = range.num_chunks - 1; chunk >= 0; --chunk) {
+    const std::int64_t t = range.token(chunk);
+    mask = 0;
+    if (t < range.end) {
+      mask = rank_mask<Id, true>(ids, experts, t, expert_counts);
+      each_token(t, mask);
+    }
+    count_ranks(mask, experts.num_ranks, counts);
+  }
+  *first_mask = mask;
+  share_counts(counts, warp_counts[0]);
+}
+
+}  // namespace deep_moe::kernels

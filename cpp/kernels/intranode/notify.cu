@@ -1,0 +1,122 @@
+// Layout and notify in one launch, refusals, and the state they share.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "kernels/intranode/launch.hpp"
+#include "kernels/intranode/notify.cuh"
+#include "kernels/protocol/cuda_check.hpp"
+
+namespace deep_moe::kernels {
+namespace {
+
+// Blocks 0 .. n - 2 read ids, in order of tokens; the last one gathers.
+template <typename Id>
+__global__ void __launch_bounds__(NotifyTuning::kThreads)
+    notify_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ NotifyArgs args) {
+  extern __shared__ std::uint32_t dynamic_shared[];
+  __shared__ NotifyShared shared;
+  const int num_blocks = static_cast<int>(gridDim.x) - 1, block = static_cast<int>(blockIdx.x);
+  if (block == num_blocks) {
+    gather_block(domain, args, dynamic_shared);
+  } else {
+    layout_block<Id>(domain, args, block, num_blocks, dynamic_shared, shared);
+  }
+}
+
+struct Refusal {
+  layout::CallSignature signature;
+  std::uint64_t hash = 0;
+  std::uint32_t num_reason_bytes = 0;
+  char reason[layout::kReasonBytes] = {};
+};
+
+// One thread a peer. Ends with the same promise as a notify: every peer has finished the epoch that used the ring slot
+// which the next call will write.
+__global__ void __launch_bounds__(layout::kMaxKernelRanks)
+    refusal_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ Refusal refusal) {
+  const int peer = static_cast<int>(threadIdx.x);
+  layout::NotifyState& state = domain.words.state(domain.workspaces[domain.rank]);
+  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
+  if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) return;
+
+  announce(scope, peer, refusal.signature, refusal.hash, layout::CallStatus::kRefused, 0, layout::Place{},
+           refusal.reason, refusal.num_reason_bytes);
+
+  bool ok = true;
+  if (scope.epoch + 2 > state.reset_epoch + layout::kAnnounceDepth) {
+    const std::uint64_t heard = scope.epoch + 2 - layout::kAnnounceDepth;  // who announces it has ended all before it
+    const layout::Announce& record = domain.words.announce(scope.mine(), heard, peer);
+    std::uint64_t seen;
+    ok = wait_until(
+        scope, layout::WaitPhase::kRingSpace, peer, heard, [&] { return ptx::ld_acquire_sys(&record.epoch); },
+        [&](std::uint64_t epoch) { return epoch >= heard; }, &seen);
+  }
+  if (__syncthreads_and(ok) && peer == 0) ptx::st_relaxed_gpu(&state.epoch, scope.epoch);
+}
+
+__global__ void set_epoch_kernel(layout::NotifyState* state, std::uint64_t epoch) {
+  state->epoch = epoch;
+  state->reset_epoch = epoch;
+}
+
+}  // namespace
+
+void notify(const DeviceDomain& domain, NotifyArgs args, Stream stream) {
+  check_domain(domain);
+  check_ids(args.ids, args.num_experts, args.num_blocks);
+  args.hash = layout::signature_hash(args.signature);
+  const dim3 grid(static_cast<unsigned>(num_layout_blocks(args.ids.num_tokens, args.num_blocks) + 1));
+  const std::size_t shared = notify_dynamic_bytes(args.num_experts, domain.num_ranks);
+  with_id_type(args.ids.id_bytes, [&](auto id) {
+    notify_kernel<decltype(id)>
+        <<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(domain, args);
+  });
+  check_cuda(cudaGetLastError(), "launch of notify");
+}
+
+void post_refusal(const DeviceDomain& domain, const layout::CallSignature& signature, const std::string& reason,
+                  Stream stream) {
+  check_domain(domain);
+  Refusal refusal;
+  refusal.signature = signature;
+  refusal.hash = layout::signature_hash(signature);
+  refusal.num_reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof(refusal.reason)));
+  std::memcpy(refusal.reason, reason.data(), refusal.num_reason_bytes);
+  refusal_kernel<<<1, static_cast<unsigned>(domain.num_ranks), 0, static_cast<cudaStream_t>(stream)>>>(domain, refusal);
+  check_cuda(cudaGetLastError(), "launch of post_refusal");
+}
+
+void clear_error(const DeviceDomain& domain, char* host, Stream stream) {
+  check_domain(domain);
+  std::atomic_ref<std::uint32_t>(domain.host_words.error(host).kind).store(0, std::memory_order_release);
+  layout::NotifyState& state = domain.words.state(domain.workspaces[domain.rank]);
+  check_cuda(cudaMemsetAsync(&state.error_claimed, 0, sizeof(state.error_claimed), static_cast<cudaStream_t>(stream)),
+             "clear_error");
+}
+
+void reset_state(const DeviceDomain& domain, std::uint64_t epoch, Stream stream) {
+  check_domain(domain);
+  // Everything that a launch which left early may have left behind: all regions that only this rank's kernels write.
+  char* first = domain.workspaces[domain.rank] + layout::region_offset(layout::NotifyRegion::kState, domain.num_ranks);
+  char* last =
+      domain.workspaces[domain.rank] + layout::region_offset(layout::NotifyRegion::kCountWords, domain.num_ranks);
+  check_cuda(cudaMemsetAsync(first, 0, static_cast<std::size_t>(last - first), static_cast<cudaStream_t>(stream)),
+             "reset_state");
+  set_epoch_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(&domain.words.state(domain.workspaces[domain.rank]),
+                                                                   epoch);
+  check_cuda(cudaGetLastError(), "launch of reset_state");
+}
+
+void prepare_notify() {
+  const int shared = static_cast<int>(notify_dynamic_bytes(layout::kMaxExperts, layout::kMaxKernelRanks));
+  for (const int id_bytes : {4, 8}) {
+    with_id_type(id_bytes, [&](auto id) { load_kernel(notify_kernel<decltype(id)>, shared); });
+  }
+  load_kernel(refusal_kernel, 0);
+  load_kernel(set_epoch_kernel, 0);
+}
+
+}  // namespace deep_moe::kernels

@@ -1,0 +1,335 @@
+// Notify, as parts that a kernel is put together from: blocks that read ids, and one block that gathers what all ranks
+// have counted. README.md beside this file has the words and the order among them; comments name its steps.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/intranode/layout.cuh"
+#include "kernels/protocol/wait.cuh"
+
+namespace deep_moe::kernels {
+
+// Static shared memory of either kind of block.
+struct NotifyShared {
+  WarpCounts warp_counts;
+  std::uint32_t block_rows[layout::kMaxKernelRanks];  // of this block, by destination
+  std::uint32_t first_row[layout::kMaxKernelRanks];   // of the blocks before it
+};
+
+// Dynamic shared memory: a count for each expert, and the matrix of the gathering block behind it.
+inline std::size_t notify_dynamic_bytes(int num_experts, int num_ranks) {
+  return sizeof(std::uint32_t) *
+         (static_cast<std::size_t>(num_experts) + static_cast<std::size_t>(num_ranks * num_ranks));
+}
+
+// L3: adds the block's counts to the rank's sums. Who adds last posts the total to the expert's owner and clears the
+// sum.
+__device__ __forceinline__ void post_expert_counts(const WaitScope& scope, const NotifyArgs& args,
+                                                   const layout::ExpertBlocks& experts,
+                                                   const std::uint32_t* expert_counts, int num_blocks) {
+  constexpr int kThreads = NotifyTuning::kThreads, kBatch = NotifyTuning::kSumsInFlight;
+  const DeviceDomain& domain = scope.domain;
+  std::uint64_t* sums = domain.words.expert_sums(scope.mine());
+  for (int first = threadIdx.x; first < experts.num_experts; first += kThreads * kBatch) {
+    std::uint64_t before[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int e = first + i * kThreads;
+      if (e < experts.num_experts)
+        before[i] = ptx::atom_add_relaxed_gpu(sums + e, layout::arrive_with(expert_counts[e]));
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int e = first + i * kThreads;
+      if (e >= experts.num_experts || layout::arrivals(before[i]) != static_cast<std::uint32_t>(num_blocks - 1))
+        continue;
+      const std::uint32_t total = layout::tagged_count(before[i]) + expert_counts[e];
+      const int owner = experts.rank_of(e);
+      std::uint64_t* words = domain.words.expert_words(domain.workspaces[owner], scope.epoch, domain.rank);
+      ptx::st_relaxed_sys(words + (e - experts.first_expert(owner)), layout::tag_count(scope.epoch, total));
+      sums[e] = 0;
+      if (args.num_tokens_per_expert) args.num_tokens_per_expert[e] = static_cast<std::int32_t>(total);
+    }
+  }
+}
+
+// L4: the rows of the blocks before this one, by destination. False: the block must leave.
+__device__ __forceinline__ bool wait_for_lower_blocks(const WaitScope& scope, int block, std::uint32_t* first_row) {
+  const DeviceDomain& domain = scope.domain;
+  const int lane = threadIdx.x % 32;
+  bool ok = true;
+  for (int r = threadIdx.x / 32; r < domain.num_ranks; r += NotifyTuning::kWarps) {
+    std::uint32_t rows = 0;
+    for (int lower = lane; lower < block; lower += 32) {
+      std::uint64_t word = 0;
+      const std::uint64_t* address = domain.words.block_words(scope.mine(), lower) + r;
+      ok = ok &&
+           wait_for_tag(
+               scope, layout::WaitPhase::kBlockWords, domain.rank, [&] { return ptx::ld_relaxed_gpu(address); }, &word);
+      rows += layout::tagged_count(word);
+    }
+    rows = __reduce_add_sync(kFullWarp, rows);
+    if (lane == 0) first_row[r] = rows;
+  }
+  return ok;
+}
+
+// L6: where each token of the block lies among this rank's rows for each rank, in token order.
+template <typename Id>
+__device__ void write_positions(const NotifyArgs& args, const layout::ExpertBlocks& experts, const TokenRange& range,
+                                std::uint64_t mask, NotifyShared& shared) {
+  const int num_ranks = experts.num_ranks, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const std::uint32_t lower_lanes = (1u << lane) - 1;
+  std::uint32_t base[kRanksPerLane];
+#pragma unroll
+  for (int i = 0; i < kRanksPerLane; ++i) base[i] = shared.first_row[lane + 32 * i];
+  for (int chunk = 0; chunk < range.num_chunks; ++chunk) {
+    const std::int64_t t = range.token(chunk);
+    const bool inside = t < range.end;
+    if (chunk > 0) mask = inside ? rank_mask<Id, false>(args.ids, experts, t, nullptr) : 0;
+
+    std::uint32_t counts[kRanksPerLane] = {}, start[kRanksPerLane];
+    count_ranks(mask, num_ranks, counts);
+    auto& warp_counts = shared.warp_counts[chunk % 2];
+    share_counts(counts, warp_counts);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kRanksPerLane; ++i) {
+      start[i] = base[i] + sum_warps(warp_counts, lane + 32 * i, warp);
+      base[i] += sum_warps(warp_counts, lane + 32 * i, NotifyTuning::kWarps);
+    }
+
+    for (int r = 0; r < num_ranks; ++r) {
+      const bool goes = (mask >> r) & 1;
+      const std::uint32_t rows_before = __popc(__ballot_sync(kFullWarp, goes) & lower_lanes);
+      const std::uint32_t position = __shfl_sync(kFullWarp, r < 32 ? start[0] : start[1], r % 32) + rows_before;
+      if (!inside) continue;
+      if (args.send_position) args.send_position[t * num_ranks + r] = goes ? static_cast<std::int32_t>(position) : -1;
+      if (args.is_token_in_rank) args.is_token_in_rank[t * num_ranks + r] = goes;
+    }
+  }
+}
+
+// A block that reads ids. `block` of `num_blocks`; it waits for no block but lower ones, and for no peer.
+template <typename Id>
+__device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args, int block, int num_blocks,
+                             std::uint32_t* expert_counts, NotifyShared& shared) {
+  const int rank = domain.rank, num_ranks = domain.num_ranks;
+  layout::NotifyState& state = domain.words.state(domain.workspaces[rank]);
+  const std::uint32_t failed = ptx::ld_relaxed_gpu(&state.failed);
+  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
+  const layout::ExpertBlocks experts(args.num_experts, num_ranks);
+  const TokenRange range(args.ids.num_tokens, block, num_blocks);
+
+  // L1: count.
+  std::uint64_t mask;
+  count_tokens<Id>(args.ids, experts, range, expert_counts, shared.warp_counts, &mask,
+                   [](std::int64_t, std::uint64_t) {});
+  if (__syncthreads_or(failed != 0)) return;
+
+  // L2: this block's rows, for the blocks after it.
+  if (threadIdx.x < num_ranks) {
+    const std::uint32_t rows = sum_warps(shared.warp_counts[0], threadIdx.x, NotifyTuning::kWarps);
+    shared.block_rows[threadIdx.x] = rows;
+    ptx::st_relaxed_gpu(domain.words.block_words(scope.mine(), block) + threadIdx.x,
+                        layout::tag_count(scope.epoch, rows));
+  }
+  post_expert_counts(scope, args, experts, expert_counts, num_blocks);
+  if (!__syncthreads_and(wait_for_lower_blocks(scope, block, shared.first_row))) return;
+
+  // L5: the last block knows this rank's rows for every rank, and tells every rank.
+  if (block == num_blocks - 1) {
+    for (int i = threadIdx.x; i < num_ranks * num_ranks; i += NotifyTuning::kThreads) {
+      const int peer = i / num_ranks, dst = i % num_ranks;
+      const std::uint32_t rows = shared.first_row[dst] + shared.block_rows[dst];
+      ptx::st_relaxed_sys(domain.words.rank_words(domain.workspaces[peer], scope.epoch, rank) + dst,
+                          layout::tag_count(scope.epoch, rows));
+      if (peer == 0 && args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(rows);
+    }
+  }
+  write_positions<Id>(args, experts, range, mask, shared);
+}
+
+// G1: what this rank does in this epoch, to one peer.
+__device__ __forceinline__ void announce(const WaitScope& scope, int peer, const layout::CallSignature& signature,
+                                         std::uint64_t hash, layout::CallStatus status, std::int64_t num_tokens,
+                                         const layout::Place& place, const char* reason,
+                                         std::uint32_t num_reason_bytes) {
+  const DeviceDomain& domain = scope.domain;
+  layout::Announce& record = domain.words.announce(domain.workspaces[peer], scope.epoch, domain.rank);
+  record.status = static_cast<std::uint32_t>(status);
+  record.num_reason_bytes = num_reason_bytes;
+  record.hash = hash;
+  record.signature = signature;
+  record.num_tokens = num_tokens;
+  record.place = place;
+  record.weight_place = layout::Place{};
+  for (std::uint32_t i = 0; i < num_reason_bytes; ++i) record.reason[i] = reason[i];
+  ptx::st_release_sys(&record.epoch, scope.epoch);
+}
+
+// G2: what a peer does in this epoch. kNone: the same call, `*place` is where it takes its rows.
+__device__ __forceinline__ layout::NotifyOutcome wait_for_announcement(const WaitScope& scope, int peer,
+                                                                       std::uint64_t hash, layout::Place* place) {
+  const layout::Announce& record = scope.domain.words.announce(scope.mine(), scope.epoch, peer);
+  std::uint64_t seen;
+  const bool there = wait_until(
+      scope, layout::WaitPhase::kAnnounce, peer, scope.epoch, [&] { return ptx::ld_acquire_sys(&record.epoch); },
+      [&](std::uint64_t epoch) { return epoch == scope.epoch; }, &seen);
+  if (!there) return layout::NotifyOutcome::kFailed;
+  const bool refused = record.status != static_cast<std::uint32_t>(layout::CallStatus::kOk);
+  if (!refused && record.hash == hash) {
+    *place = record.place;
+    return layout::NotifyOutcome::kNone;
+  }
+  report_error(scope, refused ? layout::KernelErrorKind::kPeerRefused : layout::KernelErrorKind::kCallMismatch,
+               layout::WaitPhase::kAnnounce, peer, hash, record.hash, [&](layout::ErrorRecord& error) {
+                 error.peer_signature = record.signature;
+                 error.peer_status = record.status;
+                 error.num_reason_bytes =
+                     min(record.num_reason_bytes, static_cast<std::uint32_t>(layout::kReasonBytes));
+                 for (std::uint32_t i = 0; i < error.num_reason_bytes; ++i) error.reason[i] = record.reason[i];
+               });
+  return refused ? layout::NotifyOutcome::kRefused : layout::NotifyOutcome::kMismatch;
+}
+
+// G3: every source's counts, into `matrix` [R, R] and `expert_sums` [L] (shared, zeroed). False: the block must leave.
+__device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_local_experts, std::uint32_t* matrix,
+                                              std::uint32_t* expert_sums) {
+  constexpr int kThreads = NotifyTuning::kThreads, kBatch = NotifyTuning::kWordsInFlight;
+  const DeviceDomain& domain = scope.domain;
+  const int num_ranks = domain.num_ranks, words_per_src = num_ranks + num_local_experts;
+  const int num_words = num_ranks * words_per_src;
+  for (int first = threadIdx.x; first < num_words; first += kThreads * kBatch) {
+    const std::uint64_t* address[kBatch];
+    std::uint64_t word[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int item = min(first + i * kThreads, num_words - 1);
+      address[i] = domain.words.rank_words(scope.mine(), scope.epoch, item / words_per_src) + item % words_per_src;
+      word[i] = ptx::ld_relaxed_sys(address[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int item = first + i * kThreads;
+      if (item >= num_words) break;
+      const int src = item / words_per_src, index = item % words_per_src;
+      std::uint64_t value = word[i];
+      if (!layout::has_tag(value, scope.epoch)) {
+        const std::uint64_t* slow = address[i];
+        if (!wait_for_tag(
+                scope, layout::WaitPhase::kCountWords, src, [=] { return ptx::ld_relaxed_sys(slow); }, &value))
+          return false;
+      }
+      const std::uint32_t count = layout::tagged_count(value);
+      if (index < num_ranks) {
+        matrix[src * num_ranks + index] = count;
+      } else {
+        atomicAdd(expert_sums + (index - num_ranks), count);
+      }
+    }
+  }
+  return true;
+}
+
+// G4: prefix sums for this thread's destination; returns the rows it receives from all sources.
+__device__ __forceinline__ std::uint32_t write_prefix(const NotifyArgs& args, int num_ranks, int dst,
+                                                      const std::uint32_t* matrix) {
+  std::uint32_t rows = 0;
+  for (int src = 0; src < num_ranks; ++src) {
+    const int i = src * num_ranks + dst;
+    rows += matrix[i];
+    if (args.rank_matrix) args.rank_matrix[i] = static_cast<std::int32_t>(matrix[i]);
+    if (args.rank_prefix_matrix) args.rank_prefix_matrix[i] = static_cast<std::int32_t>(rows);
+  }
+  return rows;
+}
+
+// A word for the host, if it waits for any.
+__device__ __forceinline__ void tell_host(std::uint32_t sequence, std::uint64_t* word, std::uint32_t value) {
+  if (sequence != 0) ptx::st_relaxed_sys(word, layout::tag_count(sequence, value));
+}
+
+// G5: the call is over; the next launch takes the next epoch.
+__device__ __forceinline__ void finish(const WaitScope& scope, std::uint32_t sequence, layout::NotifyOutcome outcome) {
+  layout::NotifyState& state = scope.state();
+  const std::uint32_t value = static_cast<std::uint32_t>(outcome);
+  ptx::st_relaxed_gpu(&state.outcome, layout::tag_count(scope.epoch, value));
+  if (outcome != layout::NotifyOutcome::kFailed) ptx::st_relaxed_gpu(&state.epoch, scope.epoch);
+  tell_host(sequence, &scope.domain.host_words.outcome(scope.domain.host), value);
+}
+
+// The block that speaks to the peers' gathering blocks and to the host. No block of this rank waits for it.
+__device__ __forceinline__ void gather_block(const DeviceDomain& domain, const NotifyArgs& args,
+                                             std::uint32_t* dynamic_shared) {
+  using layout::NotifyOutcome;
+  __shared__ std::uint32_t trouble;  // a NotifyOutcome: what keeps the ranks from making this call together
+  const int thread = static_cast<int>(threadIdx.x), num_ranks = domain.num_ranks;
+  layout::NotifyState& state = domain.words.state(domain.workspaces[domain.rank]);
+  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
+  const layout::ExpertBlocks experts(args.num_experts, num_ranks);
+  const int num_local_experts = experts.num_local_experts(domain.rank);
+  std::uint32_t* expert_sums = dynamic_shared;
+  std::uint32_t* matrix = dynamic_shared + args.num_experts;
+
+  if (thread == 0) trouble = 0;
+  if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) {
+    if (thread == 0) finish(scope, args.sequence, NotifyOutcome::kFailed);
+    return;
+  }
+
+  // G1, G2: all ranks make the same call.
+  layout::Place place;
+  if (thread < num_ranks) {
+    announce(scope, thread, args.signature, args.hash, layout::CallStatus::kOk, args.ids.num_tokens, args.place,
+             nullptr, 0);
+  }
+  for (int l = thread; l < num_local_experts; l += NotifyTuning::kThreads) expert_sums[l] = 0;
+  if (thread < num_ranks) {
+    const NotifyOutcome outcome = wait_for_announcement(scope, thread, args.hash, &place);
+    if (outcome != NotifyOutcome::kNone) atomicMax(&trouble, static_cast<std::uint32_t>(outcome));
+  }
+  __syncthreads();
+
+  if (trouble != 0) {
+    // The epoch ends when this rank's own blocks have taken it, which their last word tells.
+    if (thread == 0) {
+      const std::uint64_t* own = domain.words.rank_words(scope.mine(), scope.epoch, domain.rank);
+      std::uint64_t word;
+      const bool there = wait_for_tag(
+          scope, layout::WaitPhase::kCountWords, domain.rank, [=] { return ptx::ld_relaxed_sys(own); }, &word);
+      finish(scope, args.sequence, there ? static_cast<NotifyOutcome>(trouble) : NotifyOutcome::kFailed);
+    }
+    return;
+  }
+
+  // G3: all counts.
+  if (!__syncthreads_and(gather_counts(scope, num_local_experts, matrix, expert_sums))) {
+    if (thread == 0) finish(scope, args.sequence, NotifyOutcome::kFailed);
+    return;
+  }
+
+  // G4: prefix sums, what fits, totals of this rank's experts.
+  layout::PlaceFit fit = layout::PlaceFit::kFits;
+  if (thread < num_ranks) {
+    const std::uint32_t rows = write_prefix(args, num_ranks, thread, matrix);
+    if (rows > place.capacity)
+      fit = (place.flags & layout::kPlaceHard) ? layout::PlaceFit::kTooSmallHard : layout::PlaceFit::kTooSmall;
+    tell_host(args.sequence, domain.host_words.rank_rows(domain.host) + thread, rows);
+    tell_host(args.sequence, domain.host_words.rank_fit(domain.host) + thread, static_cast<std::uint32_t>(fit));
+  }
+  for (int l = thread; l < num_local_experts; l += NotifyTuning::kThreads) {
+    tell_host(args.sequence, domain.host_words.expert_rows(domain.host) + l, expert_sums[l]);
+    if (args.recv_per_expert) args.recv_per_expert[l] = static_cast<std::int32_t>(expert_sums[l]);
+  }
+  const bool too_small = __syncthreads_or(fit != layout::PlaceFit::kFits);
+  const bool hard = __syncthreads_or(fit == layout::PlaceFit::kTooSmallHard);
+  if (thread == 0) {
+    finish(scope, args.sequence,
+           hard        ? NotifyOutcome::kTooSmallHard
+           : too_small ? NotifyOutcome::kTooSmall
+                       : NotifyOutcome::kRowsFit);
+  }
+}
+
+}  // namespace deep_moe::kernels

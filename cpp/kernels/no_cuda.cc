@@ -1,0 +1,33 @@
+// kernels/api.hpp in a build without CUDA.
+#include <deep_moe/error.hpp>
+
+#include "kernels/api.hpp"
+
+namespace deep_moe::kernels {
+namespace {
+
+[[noreturn]] void unavailable(const char* what) {
+  throw UnavailableError(std::string(what) +
+                         ": this build of deep_moe has no CUDA kernels. Install a CUDA package (deep-moe-cu12 or "
+                         "deep-moe-cu13), or build from source where nvcc is found (DEEP_MOE_CUDA=ON)");
+}
+
+}  // namespace
+
+bool compiled() { return false; }
+
+void prepare() { unavailable("prepare"); }
+
+void get_dispatch_layout(const DeviceDomain&, const LayoutArgs&, Stream) { unavailable("get_dispatch_layout"); }
+
+void notify(const DeviceDomain&, NotifyArgs, Stream) { unavailable("notify"); }
+
+void post_refusal(const DeviceDomain&, const layout::CallSignature&, const std::string&, Stream) {
+  unavailable("post_refusal");
+}
+
+void clear_error(const DeviceDomain&, char*, Stream) { unavailable("clear_error"); }
+
+void reset_state(const DeviceDomain&, std::uint64_t, Stream) { unavailable("reset_state"); }
+
+}  // namespace deep_moe::kernels

@@ -1,0 +1,71 @@
+// The one way for a kernel to wait, and to report what went wrong.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/api.hpp"
+#include "kernels/ptx/memory.cuh"
+#include "kernels/ptx/timer.cuh"
+
+namespace deep_moe::kernels {
+
+// Who waits: the same for every wait of a launch.
+struct WaitScope {
+  const DeviceDomain& domain;
+  std::uint64_t epoch;
+
+  __device__ char* mine() const { return domain.workspaces[domain.rank]; }
+  __device__ layout::NotifyState& state() const { return domain.words.state(mine()); }
+  __device__ layout::ErrorRecord& error() const { return domain.host_words.error(domain.host); }
+};
+
+// Fills the error record unless it holds an earlier error; `fill` adds to what is set here. One thread of many gets in.
+template <typename Fill>
+__device__ void report_error(const WaitScope& scope, layout::KernelErrorKind kind, layout::WaitPhase phase, int peer,
+                             std::uint64_t expected, std::uint64_t seen, Fill fill) {
+  if (ptx::atom_exch_relaxed_gpu(&scope.state().error_claimed, 1u) != 0) return;
+  layout::ErrorRecord& record = scope.error();
+  record.phase = static_cast<std::uint32_t>(phase);
+  record.rank = scope.domain.rank;
+  record.peer = peer;
+  record.epoch = scope.epoch;
+  record.expected = expected;
+  record.seen = seen;
+  record.num_reason_bytes = 0;
+  fill(record);
+  ptx::st_release_sys(&record.kind, static_cast<std::uint32_t>(kind));
+}
+
+// Loads until `ready` says yes to what was loaded, and returns true with it in `*value`. Returns false when the
+// deadline has passed or another block of this rank has given up: the caller's block must leave, and every kernel after
+// it does.
+template <typename Load, typename Ready>
+__device__ bool wait_until(const WaitScope& scope, layout::WaitPhase phase, int peer, std::uint64_t expected, Load load,
+                           Ready ready, std::uint64_t* value) {
+  constexpr int kRoundsPerLook = 64;  // at the clock and at the other blocks
+  std::uint64_t start = 0;
+  for (int round = 1;; ++round) {
+    *value = load();
+    if (ready(*value)) return true;
+    if (round < kRoundsPerLook) continue;
+    round = 0;
+    if (ptx::ld_relaxed_gpu(&scope.state().failed) != 0) return false;
+    const std::uint64_t now = ptx::globaltimer_ns();
+    if (start == 0) start = now;
+    if (now - start <= scope.domain.timeout_ns) continue;
+    ptx::st_relaxed_gpu(&scope.state().failed, 1u);
+    report_error(scope, layout::KernelErrorKind::kTimeout, phase, peer, expected, *value, [](layout::ErrorRecord&) {});
+    return false;
+  }
+}
+
+// The common case: a word that is its own flag.
+template <typename Load>
+__device__ bool wait_for_tag(const WaitScope& scope, layout::WaitPhase phase, int peer, Load load,
+                             std::uint64_t* value) {
+  return wait_until(
+      scope, phase, peer, layout::tag_count(scope.epoch, 0), load,
+      [&](std::uint64_t word) { return layout::has_tag(word, scope.epoch); }, value);
+}
+
+}  // namespace deep_moe::kernels

@@ -1,0 +1,66 @@
+// Loads, stores and atomics on global memory, named operation_order_scope. Each is volatile and clobbers memory, so the
+// compiler keeps them in program order and moves no other access across them.
+#pragma once
+
+#include <cstdint>
+
+namespace deep_moe::ptx {
+
+__device__ __forceinline__ std::uint64_t ld_relaxed_gpu(const std::uint64_t* address) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint32_t* address) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint64_t ld_relaxed_sys(const std::uint64_t* address) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint64_t ld_acquire_sys(const std::uint64_t* address) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_relaxed_gpu(std::uint64_t* address, std::uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_relaxed_gpu(std::uint32_t* address, std::uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_relaxed_sys(std::uint64_t* address, std::uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_release_sys(std::uint64_t* address, std::uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_release_sys(std::uint32_t* address, std::uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Return what was there before.
+__device__ __forceinline__ std::uint64_t atom_add_relaxed_gpu(std::uint64_t* address, std::uint64_t value) {
+  std::uint64_t before;
+  asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* address, std::uint32_t value) {
+  std::uint32_t before;
+  asm volatile("atom.exch.relaxed.gpu.global.b32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
+}  // namespace deep_moe::ptx

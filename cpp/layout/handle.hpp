@@ -1,0 +1,34 @@
+// What the `meta` tensors of handles hold.
+#pragma once
+
+namespace deep_moe::layout {
+
+enum DispatchMeta : int {
+  kMetaNumTokens = 0,   // T
+  kMetaNumRecv,         // N, rows of recv_x (num_worst_tokens where given)
+  kMetaNumArrived,      // rows that really arrived
+  kMetaNumExperts,      // E, 0 if unknown
+  kMetaTopk,            // K, 0 if unknown
+  kMetaNumRanks,
+  kMetaHash,            // of the rank-by-rank counts: the same on every rank of one dispatch
+  kMetaReserved,
+  kDispatchMetaSize,
+};
+
+enum LowLatencyMeta : int {
+  kLowMetaMaxTokens = 0,  // M
+  kLowMetaHidden,         // H
+  kLowMetaNumExperts,     // E
+  kLowMetaTopk,           // K
+  kLowMetaNumRanks,
+  kLowMetaNumTokens,      // T of the owner
+  kLowMetaHasWeights,
+  kLowMetaXDtype,         // of the tensor given to dispatch (deep_moe::DType)
+  kLowMetaHash,
+  kLowMetaReserved0,
+  kLowMetaReserved1,
+  kLowMetaReserved2,
+  kLowLatencyMetaSize,
+};
+
+}  // namespace deep_moe::layout

@@ -1,0 +1,222 @@
+// What the CUDA protocol of notify adds to the workspace: words that are their own flag, the counters and state that
+// only a rank's own kernels touch, and the words in mapped memory through which a kernel speaks to its host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "layout/host_device.hpp"
+#include "layout/workspace.hpp"
+
+namespace deep_moe::layout {
+
+inline constexpr int kMaxKernelRanks = 64;   // the ranks of a token are the bits of one word
+inline constexpr int kMaxNotifyBlocks = 64;  // blocks of one launch that read ids
+
+// A word that is its own flag: the low 32 bits of the epoch (or of a sequence number) above a 32-bit count. Nothing
+// else has to be ordered with it, so relaxed loads and stores do.
+DM_HOST_DEVICE std::uint64_t tag_count(std::uint64_t tag, std::uint32_t count) { return (tag << 32) | count; }
+DM_HOST_DEVICE bool has_tag(std::uint64_t word, std::uint64_t tag) { return (word >> 32) == (tag & 0xffffffffull); }
+DM_HOST_DEVICE std::uint32_t tagged_count(std::uint64_t word) { return static_cast<std::uint32_t>(word); }
+
+// A sum that several blocks add to: arrivals above a 32-bit sum. Whoever completes the arrivals owns the total.
+DM_HOST_DEVICE std::uint64_t arrive_with(std::uint32_t count) { return (std::uint64_t{1} << 32) | count; }
+DM_HOST_DEVICE std::uint32_t arrivals(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 32); }
+
+// Of one rank, for its own kernels.
+struct alignas(64) NotifyState {
+  std::uint64_t epoch;          // calls finished; the next call is epoch + 1
+  std::uint64_t reset_epoch;    // the same at the last reset: no peer will announce this epoch or an earlier one
+  std::uint64_t outcome;        // tag_count(epoch, NotifyOutcome) of the last call, for the kernels behind it
+  std::uint32_t failed;         // 1 after a time-out, until the reset: every kernel leaves at once
+  std::uint32_t error_claimed;  // 1 while the error record holds something that the host has not taken
+};
+
+// Regions in a rank's device memory, in order, behind those of workspace.hpp. Sizes and addresses derive from this
+// list.
+enum class NotifyRegion : int {
+  kState,       // NotifyState, one
+  kBlockWords,  // u64[blocks][R]          rows of the tokens of each block, by destination
+  kExpertSums,  // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
+  kLayoutSums,  // u64[kMaxExperts + R]    the same for get_dispatch_layout
+  kCountWords,  // u64[depth][R][R + Lmax] by source: its rows for every rank, then its entries for each of my experts
+  kCount,
+};
+
+inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
+  const std::size_t r = static_cast<std::size_t>(num_ranks);
+  const std::size_t word = sizeof(std::uint64_t);
+  switch (region) {
+    case NotifyRegion::kState: return sizeof(NotifyState);
+    case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
+    case NotifyRegion::kExpertSums: return word * kMaxExperts;
+    case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
+    case NotifyRegion::kCountWords:
+      return word * kAnnounceDepth * r * (r + static_cast<std::size_t>(expert_count_stride(num_ranks)));
+    default: return 0;
+  }
+}
+
+inline constexpr std::size_t region_offset(NotifyRegion region, int num_ranks) {
+  std::size_t offset = align_up(workspace_bytes(num_ranks), kAlign);
+  for (int i = 0; i < static_cast<int>(region); ++i)
+    offset = align_up(offset + region_bytes(static_cast<NotifyRegion>(i), num_ranks), kAlign);
+  return offset;
+}
+
+// Device memory that a rank's control words need, those of workspace.hpp included; zeroed before first use.
+inline constexpr std::size_t device_workspace_bytes(int num_ranks) {
+  return region_offset(NotifyRegion::kCount, num_ranks);
+}
+
+// Accessors for any rank's device workspace, given its base. Made by the host, used on either side.
+class DeviceLayout {
+ public:
+  DeviceLayout() = default;
+  explicit DeviceLayout(int num_ranks)
+      : num_ranks_(num_ranks),
+        words_per_src_(num_ranks + expert_count_stride(num_ranks)),
+        announce_(region_offset(Region::kAnnounce, num_ranks)) {
+    for (int i = 0; i < static_cast<int>(NotifyRegion::kCount); ++i)
+      offsets_[i] = region_offset(static_cast<NotifyRegion>(i), num_ranks);
+  }
+
+  // The same record as Workspace::announce.
+  DM_HOST_DEVICE Announce& announce(char* base, std::uint64_t epoch, int src) const {
+    return reinterpret_cast<Announce*>(base + announce_)[ring_slot(epoch) * num_ranks_ + src];
+  }
+  DM_HOST_DEVICE NotifyState& state(char* base) const { return *at<NotifyState>(base, NotifyRegion::kState); }
+  DM_HOST_DEVICE std::uint64_t* block_words(char* base, int block) const {  // [R] over destinations
+    return at<std::uint64_t>(base, NotifyRegion::kBlockWords) + block * num_ranks_;
+  }
+  DM_HOST_DEVICE std::uint64_t* expert_sums(char* base) const {  // [E]
+    return at<std::uint64_t>(base, NotifyRegion::kExpertSums);
+  }
+  DM_HOST_DEVICE std::uint64_t* layout_sums(char* base) const {  // [E + R]
+    return at<std::uint64_t>(base, NotifyRegion::kLayoutSums);
+  }
+  DM_HOST_DEVICE std::uint64_t* rank_words(char* base, std::uint64_t epoch, int src) const {  // [R] over destinations
+    return at<std::uint64_t>(base, NotifyRegion::kCountWords) +
+           static_cast<std::ptrdiff_t>(ring_slot(epoch) * num_ranks_ + src) * words_per_src_;
+  }
+  DM_HOST_DEVICE std::uint64_t* expert_words(char* base, std::uint64_t epoch, int src) const {  // [L] of the reader
+    return rank_words(base, epoch, src) + num_ranks_;
+  }
+
+ private:
+  DM_HOST_DEVICE static int ring_slot(std::uint64_t epoch) { return static_cast<int>(epoch % kAnnounceDepth); }
+  template <typename T>
+  DM_HOST_DEVICE T* at(char* base, NotifyRegion region) const {
+    return reinterpret_cast<T*>(base + offsets_[static_cast<int>(region)]);
+  }
+
+  int num_ranks_ = 0;
+  int words_per_src_ = 0;
+  std::size_t announce_ = 0;
+  std::size_t offsets_[static_cast<int>(NotifyRegion::kCount)] = {};
+};
+
+// ---- What kernels tell their host, in mapped memory.
+
+// How a notify ended. All ranks of a call come to the same one of the first three.
+enum class NotifyOutcome : std::uint32_t {
+  kNone = 0,
+  kRowsFit,       // every rank's rows fit its place: they may move
+  kTooSmall,      // some rank's place is too small; it may offer a larger one
+  kTooSmallHard,  // the same, and a rank whose place is too small cannot grow it
+  kRefused,       // a peer refused its arguments
+  kMismatch,      // a peer makes another call
+  kFailed,        // a wait passed its deadline, in this call or an earlier one
+};
+
+// How the rows of one rank fit its place.
+enum class PlaceFit : std::uint32_t { kFits = 0, kTooSmall, kTooSmallHard };
+
+enum class WaitPhase : std::uint32_t { kNone = 0, kBlockWords, kAnnounce, kCountWords, kRingSpace };
+
+inline constexpr const char* wait_phase_name(WaitPhase phase) {
+  switch (phase) {
+    case WaitPhase::kBlockWords: return "notify: counts of this rank's other blocks";
+    case WaitPhase::kAnnounce: return "notify: announcement of the call";
+    case WaitPhase::kCountWords: return "notify: counts of rows and experts";
+    case WaitPhase::kRingSpace: return "refusal: space in the ring of announcements";
+    default: return "none";
+  }
+}
+
+enum class KernelErrorKind : std::uint32_t { kNone = 0, kTimeout, kPeerRefused, kCallMismatch };
+
+// The first error since the host took the last one. Filled by one thread; `kind` is written last, release.
+struct alignas(64) ErrorRecord {
+  std::uint32_t kind;   // KernelErrorKind
+  std::uint32_t phase;  // WaitPhase
+  std::int32_t rank;    // who waited ...
+  std::int32_t peer;    // ... for whom
+  std::uint64_t epoch;
+  std::uint64_t expected;
+  std::uint64_t seen;
+  CallSignature peer_signature;  // refused or other call: what the peer announced
+  std::uint32_t peer_status;     // CallStatus
+  std::uint32_t num_reason_bytes;
+  char reason[kReasonBytes];
+};
+
+// Regions in mapped host memory, in order. Every count is tagged with the sequence number of the host's call, so the
+// host needs no order among them: it reads each word until its tag is right.
+enum class HostRegion : int {
+  kError,       // ErrorRecord, one
+  kOutcome,     // u64      tag_count(sequence, NotifyOutcome), one
+  kRankRows,    // u64[R]   rows that each rank receives
+  kRankFit,     // u64[R]   PlaceFit
+  kExpertRows,  // u64[Lmax] entries for each of my experts, all sources
+  kCount,
+};
+
+inline constexpr std::size_t region_bytes(HostRegion region, int num_ranks) {
+  const std::size_t word = sizeof(std::uint64_t);
+  switch (region) {
+    case HostRegion::kError: return sizeof(ErrorRecord);
+    case HostRegion::kOutcome: return word;
+    case HostRegion::kRankRows:
+    case HostRegion::kRankFit: return word * static_cast<std::size_t>(num_ranks);
+    case HostRegion::kExpertRows: return word * static_cast<std::size_t>(expert_count_stride(num_ranks));
+    default: return 0;
+  }
+}
+
+inline constexpr std::size_t region_offset(HostRegion region, int num_ranks) {
+  std::size_t offset = 0;
+  for (int i = 0; i < static_cast<int>(region); ++i)
+    offset = align_up(offset + region_bytes(static_cast<HostRegion>(i), num_ranks), kAlign);
+  return offset;
+}
+
+inline constexpr std::size_t host_words_bytes(int num_ranks) { return region_offset(HostRegion::kCount, num_ranks); }
+
+// Accessors; `base` is the memory as seen by whoever asks (host and device may map it at different addresses).
+class HostLayout {
+ public:
+  HostLayout() = default;
+  explicit HostLayout(int num_ranks) {
+    for (int i = 0; i < static_cast<int>(HostRegion::kCount); ++i)
+      offsets_[i] = region_offset(static_cast<HostRegion>(i), num_ranks);
+  }
+
+  DM_HOST_DEVICE ErrorRecord& error(char* base) const { return *at<ErrorRecord>(base, HostRegion::kError); }
+  DM_HOST_DEVICE std::uint64_t& outcome(char* base) const { return *at<std::uint64_t>(base, HostRegion::kOutcome); }
+  DM_HOST_DEVICE std::uint64_t* rank_rows(char* base) const { return at<std::uint64_t>(base, HostRegion::kRankRows); }
+  DM_HOST_DEVICE std::uint64_t* rank_fit(char* base) const { return at<std::uint64_t>(base, HostRegion::kRankFit); }
+  DM_HOST_DEVICE std::uint64_t* expert_rows(char* base) const {
+    return at<std::uint64_t>(base, HostRegion::kExpertRows);
+  }
+
+ private:
+  template <typename T>
+  DM_HOST_DEVICE T* at(char* base, HostRegion region) const {
+    return reinterpret_cast<T*>(base + offsets_[static_cast<int>(region)]);
+  }
+
+  std::size_t offsets_[static_cast<int>(HostRegion::kCount)] = {};
+};
+
+}  // namespace deep_moe::layout

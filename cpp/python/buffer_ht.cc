@@ -1,0 +1,209 @@
+// The high-throughput mode: layout, dispatch, combine.
+#include <string>
+#include <utility>
+
+#include <deep_moe/error.hpp>
+
+#include "bindings.hpp"
+#include "buffer_object.hpp"
+
+namespace nb = nanobind;
+
+namespace deep_moe::python {
+namespace {
+
+constexpr int kHandleItems = 5;
+constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (rank_prefix_matrix)", "handle[1] (recv_src_idx)",
+                                                    "handle[2] (is_token_in_rank)", "handle[3] (send_index)",
+                                                    "handle[4] (meta)"};
+
+DispatchHandle handle_of(nb::handle handle) {
+  DispatchHandle out;
+  TensorView* const views[kHandleItems] = {&out.rank_prefix_matrix, &out.recv_src_idx, &out.is_token_in_rank,
+                                           &out.send_index, &out.meta};
+  handle_items(handle, kHandleNames, kHandleItems, views);
+  return out;
+}
+
+nb::object handle_to_torch(OwnedDispatchHandle handle) {
+  return nb::make_tuple(to_torch(std::move(handle.rank_prefix_matrix)), to_torch(std::move(handle.recv_src_idx)),
+                        to_torch(std::move(handle.is_token_in_rank)), to_torch(std::move(handle.send_index)),
+                        to_torch(std::move(handle.meta)));
+}
+
+nb::object get_dispatch_layout(BufferObject& self, nb::handle topk_idx, nb::handle num_experts) {
+  const TensorView ids = view_of(topk_idx, "topk_idx");
+  if (!ids.defined()) throw ArgumentTypeError("topk_idx must be a torch.Tensor, got None");
+  const std::int64_t experts = to_int(num_experts, "num_experts");
+  LayoutResult layout = self.run([&](Buffer& buffer) { return buffer.get_dispatch_layout(ids, experts); });
+  return nb::make_tuple(to_torch(std::move(layout.num_tokens_per_rank)),
+                        to_torch(std::move(layout.num_tokens_per_expert)),
+                        to_torch(std::move(layout.is_token_in_rank)));
+}
+
+// The outputs of get_dispatch_layout as the user passes them back.
+struct GivenLayout {
+  TensorView num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert;
+};
+
+void check_vector(const TensorView& view, const char* name, std::int64_t length) {
+  if (!view.defined()) return;
+  if (view.dtype != DType::kInt32) {
+    throw ArgumentTypeError(std::string(name) + " must be int32, got " + view.describe());
+  }
+  if (view.num_dims != 1 || (length >= 0 && view.shape[0] != length)) {
+    const std::string allowed = length >= 0 ? std::to_string(length) : "num_experts";
+    throw ArgumentError(std::string(name) + " must be int32 [" + allowed + "], got " + view.describe());
+  }
+}
+
+void check_layout(const GivenLayout& layout, const TensorView& data, int num_ranks) {
+  check_vector(layout.num_tokens_per_rank, "num_tokens_per_rank", num_ranks);
+  check_vector(layout.num_tokens_per_expert, "num_tokens_per_expert", -1);
+  const TensorView& in_rank = layout.is_token_in_rank;
+  if (!in_rank.defined()) return;
+  if (in_rank.dtype != DType::kBool) {
+    throw ArgumentTypeError("is_token_in_rank must be bool, got " + in_rank.describe());
+  }
+  if (in_rank.num_dims != 2 || in_rank.shape[0] != data.shape[0] || in_rank.shape[1] != num_ranks) {
+    throw ArgumentError("is_token_in_rank must be bool [" + std::to_string(data.shape[0]) + ", " +
+                        std::to_string(num_ranks) + "], as x has " + std::to_string(data.shape[0]) +
+                        " tokens and the group " + std::to_string(num_ranks) + " ranks; got " + in_rank.describe());
+  }
+}
+
+// The number of experts comes from num_experts or from the length of num_tokens_per_expert.
+std::int64_t experts_of(nb::handle num_experts, const GivenLayout& layout) {
+  const bool has_counts = layout.num_tokens_per_expert.defined();
+  if (num_experts.is_none()) return has_counts ? layout.num_tokens_per_expert.shape[0] : 0;
+  const std::int64_t experts = to_int(num_experts, "num_experts");
+  if (has_counts && experts != layout.num_tokens_per_expert.shape[0]) {
+    throw ArgumentError("num_experts is " + std::to_string(experts) + ", but num_tokens_per_expert has " +
+                        std::to_string(layout.num_tokens_per_expert.shape[0]) + " entries; give one of the two");
+  }
+  if (experts < 1) throw ArgumentError("num_experts must be at least 1, got " + std::to_string(experts));
+  return experts;
+}
+
+// What the user gave, apart from the handle: the layout either follows from topk_idx and the number of experts, or
+// comes from is_token_in_rank and num_tokens_per_expert.
+void check_routing(const DispatchArgs& args) {
+  if (args.topk_idx.defined()) {
+    if (args.num_experts == 0) {
+      throw ArgumentError(
+          "topk_idx alone does not say how many experts there are: pass num_experts=, or num_tokens_per_rank, "
+          "is_token_in_rank and num_tokens_per_expert as get_dispatch_layout returned them");
+    }
+    return;
+  }
+  if (args.topk_weights.defined()) throw ArgumentError("topk_weights needs topk_idx as well");
+  if (!args.is_token_in_rank.defined() || !args.num_tokens_per_expert.defined()) {
+    throw ArgumentError(
+        "nothing says where rows go: pass topk_idx with num_experts=, or is_token_in_rank and "
+        "num_tokens_per_expert as get_dispatch_layout returned them, or the handle of an earlier dispatch");
+  }
+}
+
+nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::handle num_tokens_per_rank,
+                    nb::handle is_token_in_rank, nb::handle num_tokens_per_expert, nb::handle topk_idx,
+                    nb::handle topk_weights, nb::handle expert_alignment, nb::handle num_worst_tokens,
+                    nb::handle num_experts) {
+  DispatchHandle cached;
+  DispatchArgs args;
+  self.prepare("dispatch", [&] {
+    args.x = payload_of(x);
+    args.expert_alignment = to_int(expert_alignment, "expert_alignment");
+    args.num_worst_tokens = to_int(num_worst_tokens, "num_worst_tokens");
+    if (!handle.is_none()) {
+      if (!topk_idx.is_none() || !topk_weights.is_none()) {
+        throw ArgumentError(
+            "handle together with topk_idx or topk_weights: a handle repeats an earlier dispatch and its choice of "
+            "ranks; pass one or the other");
+      }
+      cached = handle_of(handle);
+      args.handle = &cached;
+      return;
+    }
+    const GivenLayout layout{view_of(num_tokens_per_rank, "num_tokens_per_rank"),
+                             view_of(is_token_in_rank, "is_token_in_rank"),
+                             view_of(num_tokens_per_expert, "num_tokens_per_expert")};
+    args.topk_idx = view_of(topk_idx, "topk_idx");
+    args.topk_weights = view_of(topk_weights, "topk_weights");
+    check_layout(layout, args.x.data, self.buffer().num_ranks());
+    args.num_experts = experts_of(num_experts, layout);
+    args.is_token_in_rank = layout.is_token_in_rank;
+    args.num_tokens_per_expert = layout.num_tokens_per_expert;
+    check_routing(args);
+  });
+  DispatchResult result = self.run([&](Buffer& buffer) { return buffer.dispatch(args); });
+  const bool as_pair = is_pair(x);
+  if (args.handle != nullptr) {
+    return nb::make_tuple(payload_to_torch(std::move(result.recv_x), as_pair), nb::none(), nb::none(), nb::none(),
+                          nb::none());
+  }
+  nb::list counts;
+  for (const std::int64_t count : result.num_recv_tokens_per_expert) counts.append(count);
+  return nb::make_tuple(payload_to_torch(std::move(result.recv_x), as_pair), to_torch(std::move(result.recv_topk_idx)),
+                        to_torch(std::move(result.recv_topk_weights)), std::move(counts),
+                        handle_to_torch(std::move(result.handle)));
+}
+
+void read_bias(nb::handle bias, CombineArgs* args) {
+  if (!is_pair(bias)) {
+    args->bias0 = view_of(bias, "bias");
+    return;
+  }
+  if (nb::len(bias) != 2) {
+    throw ArgumentTypeError("bias must be None, a torch.Tensor or a pair of them, got " + describe(bias));
+  }
+  args->bias0 = view_of(nb::object(bias[0]), "bias[0]");
+  args->bias1 = view_of(nb::object(bias[1]), "bias[1]");
+}
+
+nb::object combine(BufferObject& self, nb::handle x, nb::handle handle, nb::handle topk_weights, nb::handle bias,
+                   nb::handle out) {
+  CombineArgs args;
+  self.prepare("combine", [&] {
+    args.x = view_of(x, "x");
+    if (!args.x.defined()) throw ArgumentTypeError("x must be a torch.Tensor, got None");
+    args.handle = handle_of(handle);
+    args.topk_weights = view_of(topk_weights, "topk_weights");
+    read_bias(bias, &args);
+    args.out = view_of(out, "out");
+  });
+  CombineResult result = self.run([&](Buffer& buffer) { return buffer.combine(args); });
+  nb::object combined = out.is_none() ? to_torch(std::move(result.combined_x)) : nb::borrow(out);
+  return nb::make_tuple(std::move(combined), to_torch(std::move(result.combined_topk_weights)));
+}
+
+}  // namespace
+
+void register_high_throughput(nb::class_<BufferObject>& cls) {
+  cls.def("get_dispatch_layout", get_dispatch_layout, nb::arg("topk_idx").none(), nb::arg("num_experts").none(),
+          nb::sig("def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int) -> "
+                  "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"),
+          "(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local.");
+  cls.def("dispatch", dispatch, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("num_tokens_per_rank").none(),
+          nb::arg("is_token_in_rank").none(), nb::arg("num_tokens_per_expert").none(), nb::arg("topk_idx").none(),
+          nb::arg("topk_weights").none(), nb::arg("expert_alignment").none(), nb::arg("num_worst_tokens").none(),
+          nb::arg("num_experts").none(),
+          nb::sig("def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
+                  "handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, "
+                  "is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, "
+                  "topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, "
+                  "num_worst_tokens: int, num_experts: int | None) -> "
+                  "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, "
+                  "torch.Tensor | None, list[int] | None, "
+                  "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]"),
+          "(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all\n"
+          "but recv_x are None.");
+  cls.def("combine", combine, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("topk_weights").none(),
+          nb::arg("bias").none(), nb::arg("out").none(),
+          nb::sig("def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], "
+                  "topk_weights: torch.Tensor | None, "
+                  "bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, "
+                  "out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]"),
+          "(combined_x, combined_topk_weights)");
+}
+
+}  // namespace deep_moe::python

@@ -1,0 +1,63 @@
+// deep_moe::Buffer as a Python object: what the methods of all modes share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+#include <deep_moe/buffer.hpp>
+
+#include "interrupts.hpp"
+#include "tensors.hpp"
+
+namespace deep_moe::python {
+
+// Methods take every argument as a bare Python object that may be None (nb::arg(...).none()) and convert it themselves,
+// so that a refusal names the argument and reaches the peers.
+class BufferObject {
+ public:
+  explicit BufferObject(std::unique_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {}
+
+  const Buffer& buffer() const { return *buffer_; }
+
+  // The end may have to wait for a hook that runs on another thread and asks for the GIL.
+  ~BufferObject() {
+    without_gil([this] { buffer_.reset(); });
+  }
+  BufferObject(const BufferObject&) = delete;
+  BufferObject& operator=(const BufferObject&) = delete;
+
+  // Runs f(buffer) without the GIL.
+  template <typename F>
+  auto run(F&& f) {
+    return without_gil([&] { return std::forward<F>(f)(*buffer_); });
+  }
+
+  // Runs what prepares the arguments of the collective `call`. If they are refused here, before the Buffer has seen the
+  // call, the peers are told so that they raise as well instead of waiting.
+  template <typename F>
+  auto prepare(const char* call, F&& f) {
+    try {
+      return std::forward<F>(f)();
+    } catch (const std::invalid_argument& error) {
+      run([&](Buffer& buffer) { buffer.refuse(call, error.what()); });
+      throw;
+    }
+  }
+
+ private:
+  std::unique_ptr<Buffer> buffer_;
+};
+
+// x as one tensor or as (data, scales).
+Payload payload_of(nanobind::handle x);
+bool is_pair(nanobind::handle x);
+// The same form out.
+nanobind::object payload_to_torch(OwnedPayload payload, bool as_pair);
+
+// The items of a handle: any tuple or list of `count` tensors. Borrowed from `handle`.
+void handle_items(nanobind::handle handle, const char* const* names, int count, TensorView* const* views);
+
+}  // namespace deep_moe::python

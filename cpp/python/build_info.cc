@@ -1,0 +1,73 @@
+// What this build is. The facts come in as compile definitions.
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include <deep_moe/buffer.hpp>
+
+#include "bindings.hpp"
+
+#ifndef DEEP_MOE_CUDA_COMPILED
+#define DEEP_MOE_CUDA_COMPILED 0
+#endif
+#ifndef DEEP_MOE_CUDA_ARCHS
+#define DEEP_MOE_CUDA_ARCHS ""
+#endif
+#ifndef DEEP_MOE_CUDA_MAJOR
+#define DEEP_MOE_CUDA_MAJOR 0
+#endif
+
+namespace nb = nanobind;
+
+namespace deep_moe::python {
+namespace {
+
+// "80;90a" -> ["80", "90a"]
+nb::list architectures() {
+  nb::list archs;
+  std::string current;
+  for (const char* at = DEEP_MOE_CUDA_ARCHS;; ++at) {
+    const bool ends = *at == '\0' || *at == ';' || *at == ',' || *at == ' ';
+    if (!ends) {
+      current += *at;
+      continue;
+    }
+    if (!current.empty()) archs.append(current.c_str());
+    current.clear();
+    if (*at == '\0') return archs;
+  }
+}
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "gcc " __VERSION__;
+#endif
+}
+
+nb::dict build_info() {
+  nb::dict info;
+  info["version"] = DEEP_MOE_VERSION;
+  info["variant"] = DEEP_MOE_CUDA_COMPILED ? "cu" + std::to_string(DEEP_MOE_CUDA_MAJOR) : std::string("cpu");
+  info["cuda_compiled"] = static_cast<bool>(DEEP_MOE_CUDA_COMPILED);
+  info["cuda_archs"] = architectures();
+  info["simd"] = simd_level();
+  info["compiler"] = compiler();
+#if defined(Py_LIMITED_API)
+  info["abi3"] = true;
+#else
+  info["abi3"] = false;
+#endif
+  return info;
+}
+
+}  // namespace
+
+void register_build_info(nb::module_& m) {
+  m.def("build_info", build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
+        "version: str; variant: \"cpu\", \"cu12\" or \"cu13\"; cuda_compiled: bool; cuda_archs: list[str], such as\n"
+        "\"90a\"; simd: str, chosen at run time; compiler: str; abi3: bool.");
+}
+
+}  // namespace deep_moe::python

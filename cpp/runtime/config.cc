@@ -1,0 +1,115 @@
+#include <deep_moe/config.hpp>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+
+#include <deep_moe/error.hpp>
+
+#include "layout/rows.hpp"
+
+namespace deep_moe {
+namespace {
+
+constexpr int kDefaultNumSms = 20;
+constexpr int kRanksPerNode = 8;
+constexpr std::int64_t kHintTokens = 4096;
+constexpr std::int64_t kHintTopk = 8;
+constexpr std::int64_t kHintLowLatencyTopk = 16;
+
+struct Tuned {
+  int num_ranks, nvl_send, nvl_recv, rdma_send, rdma_recv;
+};
+
+constexpr Tuned kDispatchTable[] = {
+    {2, 24, 256, 6, 128},    {4, 6, 256, 6, 128},     {8, 6, 256, 6, 128},     {16, 36, 288, 20, 128},
+    {24, 32, 288, 8, 128},   {32, 32, 288, 8, 128},   {48, 32, 288, 8, 128},   {64, 32, 288, 8, 128},
+    {96, 20, 480, 12, 128},  {128, 20, 560, 12, 128}, {144, 32, 720, 12, 128}, {160, 28, 720, 12, 128},
+};
+constexpr Tuned kCombineTable[] = {
+    {2, 10, 256, 6, 128},  {4, 9, 256, 6, 128},   {8, 4, 256, 6, 128},   {16, 4, 288, 12, 128},
+    {24, 1, 288, 8, 128},  {32, 1, 288, 8, 128},  {48, 1, 288, 8, 128},  {64, 1, 288, 8, 128},
+    {96, 1, 480, 8, 128},  {128, 1, 560, 8, 128}, {144, 2, 720, 8, 128}, {160, 2, 720, 8, 128},
+};
+
+template <std::size_t kSize>
+Config tuned(const Tuned (&table)[kSize], int num_ranks) {
+  if (num_ranks < 1) throw ArgumentError("num_ranks: got " + std::to_string(num_ranks) + ", expected >= 1");
+  const Tuned* entry = std::find_if(std::begin(table), std::end(table),
+                                    [&](const Tuned& candidate) { return candidate.num_ranks >= num_ranks; });
+  if (entry == std::end(table)) entry = std::end(table) - 1;
+  return Config(kDefaultNumSms, entry->nvl_send, entry->nvl_recv, entry->rdma_send, entry->rdma_recv);
+}
+
+void check_hint_arguments(std::size_t hidden_bytes, int num_ranks) {
+  if (num_ranks < 1) throw ArgumentError("num_ranks: got " + std::to_string(num_ranks) + ", expected >= 1");
+  if (hidden_bytes == 0) throw ArgumentError("hidden_bytes: got 0, expected the bytes of one row");
+}
+
+}  // namespace
+
+Config::Config(int num_sms_, int nvl_send, int nvl_recv, int rdma_send, int rdma_recv)
+    : num_sms(num_sms_),
+      num_max_nvl_chunked_send_tokens(nvl_send),
+      num_max_nvl_chunked_recv_tokens(nvl_recv),
+      num_max_rdma_chunked_send_tokens(rdma_send),
+      num_max_rdma_chunked_recv_tokens(rdma_recv) {
+  const auto check_positive = [](const char* name, int value) {
+    if (value < 1) throw ArgumentError(std::string(name) + ": got " + std::to_string(value) + ", expected >= 1");
+  };
+  check_positive("num_sms", num_sms);
+  check_positive("num_max_nvl_chunked_send_tokens", nvl_send);
+  check_positive("num_max_nvl_chunked_recv_tokens", nvl_recv);
+  check_positive("num_max_rdma_chunked_send_tokens", rdma_send);
+  check_positive("num_max_rdma_chunked_recv_tokens", rdma_recv);
+  if (nvl_send >= nvl_recv)
+    throw ArgumentError("num_max_nvl_chunked_send_tokens: got " + std::to_string(nvl_send) +
+                        ", expected less than num_max_nvl_chunked_recv_tokens=" + std::to_string(nvl_recv));
+  if (rdma_send >= rdma_recv)
+    throw ArgumentError("num_max_rdma_chunked_send_tokens: got " + std::to_string(rdma_send) +
+                        ", expected less than num_max_rdma_chunked_recv_tokens=" + std::to_string(rdma_recv));
+  num_max_rdma_chunked_recv_tokens = (rdma_recv + rdma_send - 1) / rdma_send * rdma_send;
+  if (rdma_send > num_max_rdma_chunked_recv_tokens / 2)
+    throw ArgumentError("num_max_rdma_chunked_send_tokens: got " + std::to_string(rdma_send) +
+                        ", expected at most half of num_max_rdma_chunked_recv_tokens=" +
+                        std::to_string(num_max_rdma_chunked_recv_tokens));
+}
+
+std::size_t Config::get_nvl_buffer_size_hint(std::size_t hidden_bytes, int num_ranks) const {
+  check_hint_arguments(hidden_bytes, num_ranks);
+  // Uniform routing: a token's rows go to at most min(R, K) ranks, and as many arrive as are sent.
+  const std::int64_t rows = kHintTokens * std::min<std::int64_t>(num_ranks, kHintTopk);
+  const layout::RowFormat format{static_cast<std::int64_t>(hidden_bytes), 0, kHintTopk, 8, 4};
+  const std::size_t received = layout::RecvBlock(format, rows).total;
+  const std::size_t staged = layout::align_up(static_cast<std::size_t>(rows) * hidden_bytes, layout::kAlign);
+  return received + staged;
+}
+
+std::size_t Config::get_rdma_buffer_size_hint(std::size_t hidden_bytes, int num_ranks) const {
+  check_hint_arguments(hidden_bytes, num_ranks);
+  if (num_ranks <= kRanksPerNode) return 0;
+  // One ring for each (channel, node) and direction; two SMs a channel.
+  const std::size_t num_nodes = static_cast<std::size_t>((num_ranks + kRanksPerNode - 1) / kRanksPerNode);
+  const std::size_t num_channels = static_cast<std::size_t>(std::max(1, num_sms / 2));
+  const std::size_t slot = layout::align_up(hidden_bytes + kHintTopk * 12 + kRanksPerNode * 4, 128);
+  return 2 * num_channels * num_nodes * static_cast<std::size_t>(num_max_rdma_chunked_recv_tokens) * slot;
+}
+
+Config dispatch_config(int num_ranks) { return tuned(kDispatchTable, num_ranks); }
+Config combine_config(int num_ranks) { return tuned(kCombineTable, num_ranks); }
+
+std::size_t low_latency_size_hint(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden, int num_ranks,
+                                  std::int64_t num_experts) {
+  const auto check_positive = [](const char* name, std::int64_t value) {
+    if (value < 1) throw ArgumentError(std::string(name) + ": got " + std::to_string(value) + ", expected >= 1");
+  };
+  check_positive("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank);
+  check_positive("hidden", hidden);
+  check_positive("num_ranks", num_ranks);
+  check_positive("num_experts", num_experts);
+  const std::int64_t topk = std::min(kHintLowLatencyTopk, num_experts);
+  const layout::LowLatencySlot slot(num_ranks, num_max_dispatch_tokens_per_rank, topk, 2 * hidden, 0, 2 * hidden);
+  return layout::kLowLatencySlots * slot.total;
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,201 @@
+// The constructor of a Domain: the only place where the user's process group is used.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <random>
+#include <thread>
+
+#include "runtime/domain.hpp"
+#include "runtime/process.hpp"
+#include "runtime/text.hpp"
+
+namespace deep_moe {
+namespace {
+
+constexpr std::uint32_t kProtocolVersion = 1;
+
+// What ranks tell each other first.
+struct Hello {
+  std::uint32_t protocol;
+  std::uint32_t failed;
+  std::uint32_t low_latency, shrink;
+  std::uint64_t uid;       // of this rank's domain
+  std::uint64_t process;   // equal for ranks that are threads of one process
+  std::uint64_t machine;   // equal for ranks of one boot of one machine
+  char socket_name[96];
+  char reason[layout::kReasonBytes];
+};
+
+struct Status {
+  std::uint32_t failed;
+  char reason[layout::kReasonBytes];
+};
+
+std::uint64_t random_uid() {
+  std::random_device random;
+  return (static_cast<std::uint64_t>(random()) << 32) | random() | 1;
+}
+
+std::uint64_t process_uid() {
+  static const std::uint64_t first = random_uid();
+  return first ^ (fork_count() << 48) ^ static_cast<std::uint64_t>(::getpid());
+}
+
+std::uint64_t machine_uid() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string text;
+  std::getline(file, text);
+  std::uint64_t hash = 14695981039346656037ull;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  return hash;
+}
+
+std::size_t max_heap_bytes() {
+  const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES");
+  if (text == nullptr || *text == '\0') return std::numeric_limits<std::size_t>::max();
+  char* end = nullptr;
+  const double value = std::strtod(text, &end);
+  if (*end != '\0' || !(value >= 0))
+    throw ArgumentError(std::string("DEEP_MOE_MAX_HEAP_BYTES: got '") + text + "', expected a number of bytes");
+  return static_cast<std::size_t>(value);
+}
+
+void check_options(const BufferOptions& options) {
+  const auto check_bytes = [](const char* name, std::int64_t value) {
+    if (value < 0) throw ArgumentError(std::string(name) + ": got " + std::to_string(value) + ", expected >= 0");
+  };
+  check_bytes("num_nvl_bytes", options.num_nvl_bytes);
+  check_bytes("num_rdma_bytes", options.num_rdma_bytes);
+  if (!(options.timeout_seconds > 0))
+    throw ArgumentError("timeout: got " + std::to_string(options.timeout_seconds) + " s, expected > 0");
+}
+
+void set_reason(const std::exception& error, std::uint32_t* failed, char* reason) {
+  *failed = 1;
+  std::string text = error.what();
+  text.resize(std::min(text.size(), static_cast<std::size_t>(layout::kReasonBytes - 1)));
+  std::memcpy(reason, text.c_str(), text.size() + 1);
+}
+
+}  // namespace
+
+Domain::Domain(const Bootstrap& bootstrap, const BufferOptions& options)
+    : rank_(bootstrap.rank),
+      num_ranks_(bootstrap.size),
+      options_(options),
+      uid_(random_uid()),
+      peers_(static_cast<std::size_t>(bootstrap.size)),
+      masked_(static_cast<std::size_t>(bootstrap.size), false),
+      last_seen_(static_cast<std::size_t>(bootstrap.size), 0) {
+  try {
+    connect(bootstrap);
+  } catch (...) {
+    forget_local_segments(uid_);
+    throw;
+  }
+}
+
+void Domain::connect(const Bootstrap& bootstrap) {
+  const auto gather = [&](const auto& mine) {
+    using Entry = std::decay_t<decltype(mine)>;
+    std::vector<Entry> all(static_cast<std::size_t>(num_ranks_));
+    bootstrap.all_gather(&mine, all.data(), sizeof(Entry));
+    return all;
+  };
+  // A rank that cannot go on says so in the exchange instead of leaving the others in it.
+  const auto agree = [&](const Status& mine) {
+    const std::vector<Status> all = gather(mine);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      if (all[peer].failed)
+        throw Error("rank " + std::to_string(peer) + " could not make its Buffer: " + all[peer].reason);
+    }
+  };
+
+  Hello hello{};
+  hello.protocol = kProtocolVersion;
+  hello.uid = uid_;
+  hello.process = process_uid();
+  hello.machine = machine_uid();
+  hello.low_latency = options_.low_latency_mode;
+  hello.shrink = options_.enable_shrink;
+  std::size_t max_bytes = 0;
+  std::exception_ptr own_error;
+  try {
+    check_options(options_);
+    max_bytes = max_heap_bytes();
+    channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);
+    std::memcpy(hello.socket_name, channel_->name().c_str(), channel_->name().size() + 1);
+    workspace_segment_ = Segment::create(layout::workspace_bytes(num_ranks_));
+  } catch (const std::exception& error) {
+    own_error = std::current_exception();
+    set_reason(error, &hello.failed, hello.reason);
+  }
+  const std::vector<Hello> all = gather(hello);
+  if (own_error) std::rethrow_exception(own_error);
+  std::vector<std::string> names;
+  std::vector<bool> by_socket;
+  std::uint64_t group_uid = 0;
+  int ranks_here = 0;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    const Hello& theirs = all[peer];
+    const std::string who = "rank " + std::to_string(peer);
+    if (theirs.failed) throw Error(who + " could not make its Buffer: " + theirs.reason);
+    if (theirs.protocol != kProtocolVersion)
+      throw Error(who + " runs another version of deep_moe (protocol " + std::to_string(theirs.protocol) + ", here " +
+                  std::to_string(kProtocolVersion) + ")");
+    if (theirs.machine != hello.machine)
+      throw Error(who + " is on another machine than rank " + std::to_string(rank_) +
+                  ": the CPU backend reaches the ranks of one machine only");
+    if (theirs.low_latency != hello.low_latency || theirs.shrink != hello.shrink)
+      throw ArgumentError("low_latency_mode and enable_shrink have to be the same on all ranks: they differ on rank " +
+                          std::to_string(rank_) + " and " + who);
+    peers_[peer].uid = theirs.uid;
+    peers_[peer].local = theirs.process == hello.process;
+    names.emplace_back(theirs.socket_name);
+    by_socket.push_back(!peers_[peer].local);
+    group_uid = group_uid * 31 + theirs.uid;
+    ++ranks_here;
+  }
+  // Spinning pays only where every rank has a core to itself.
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  spin_rounds_ = ranks_here <= cores ? 2000 : 20;
+
+  Status status{};
+  try {
+    channel_->connect(names, by_socket, group_uid, options_.timeout_seconds);
+    heap_ = std::make_shared<Heap>(max_bytes, [this](int id, const std::shared_ptr<Segment>& segment) {
+      announce_segment(id, segment);
+    });
+    heap_->append_foreign(workspace_segment_);
+    std::string reason;
+    if (options_.num_nvl_bytes > 0 && !heap_->grow(static_cast<std::size_t>(options_.num_nvl_bytes), &reason))
+      throw BufferTooSmallError("num_nvl_bytes=" + std::to_string(options_.num_nvl_bytes) + ": " + reason);
+  } catch (const std::exception& error) {
+    own_error = std::current_exception();
+    set_reason(error, &status.failed, status.reason);
+  }
+  const auto agree_or_throw = [&] {
+    try {
+      agree(status);
+    } catch (...) {
+      if (own_error) std::rethrow_exception(own_error);
+      throw;
+    }
+  };
+  agree_or_throw();
+  try {
+    for (int peer = 0; peer < num_ranks_; ++peer)
+      workspaces_.emplace_back(fetch_segment(peer, 0)->base(), num_ranks_);
+    mine().control().magic = layout::kWorkspaceMagic;
+  } catch (const std::exception& error) {
+    own_error = std::current_exception();
+    set_reason(error, &status.failed, status.reason);
+  }
+  agree_or_throw();
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,47 @@
+#include "runtime/process.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+
+namespace deep_moe {
+namespace {
+
+std::atomic<std::uint64_t> forks{0};
+
+// A fixed table of atomics: the child's handler may run while another thread was changing it, so it takes no lock.
+constexpr int kMaxDescriptors = 8192;
+std::atomic<int> descriptors[kMaxDescriptors];  // fd + 1; 0: empty
+
+void after_fork_in_child() {
+  forks.fetch_add(1, std::memory_order_relaxed);
+  for (auto& entry : descriptors) {
+    const int fd = entry.exchange(0, std::memory_order_relaxed) - 1;
+    if (fd >= 0) ::close(fd);
+  }
+}
+
+struct Registration {
+  Registration() { ::pthread_atfork(nullptr, nullptr, after_fork_in_child); }
+} registration;
+
+}  // namespace
+
+std::uint64_t fork_count() { return forks.load(std::memory_order_relaxed); }
+
+void close_in_child(int fd) {
+  for (auto& entry : descriptors) {
+    int empty = 0;
+    if (entry.load(std::memory_order_relaxed) == 0 && entry.compare_exchange_strong(empty, fd + 1)) return;
+  }
+}
+
+void forget_close_in_child(int fd) {
+  for (auto& entry : descriptors) {
+    int expected = fd + 1;
+    if (entry.load(std::memory_order_relaxed) == expected && entry.compare_exchange_strong(expected, 0)) return;
+  }
+}
+
+}  // namespace deep_moe

@@ -1,0 +1,35 @@
+// Checks of what users pass. Each throws ArgumentError (Python: ValueError) or ArgumentTypeError (TypeError) that names
+// the argument, what came and what is allowed, before anything is exchanged.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <deep_moe/buffer.hpp>
+
+#include "layout/words.hpp"
+
+namespace deep_moe {
+
+inline constexpr std::int64_t kRowAlignment = 16;  // bytes
+
+[[noreturn]] void throw_value(const std::string& argument, const std::string& came, const std::string& allowed);
+[[noreturn]] void throw_type(const std::string& argument, const std::string& came, const std::string& allowed);
+
+// [T, K] i32 or i64, contiguous inside a row, K <= 64.
+void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts, int num_ranks);
+// Every id is -1 or in [0, num_experts): names the first other one and its row.
+void check_topk_ids(const TensorView& topk_idx, std::int64_t num_experts);
+void check_num_experts(std::int64_t num_experts, int num_ranks);
+// [T, K] f32 like topk_idx.
+void check_topk_weights(const TensorView& topk_weights, const TensorView& topk_idx);
+// [T, H], rows of a multiple of 16 bytes, contiguous inside a row; scales [T] or [T, S].
+void check_payload(const Payload& x, std::int64_t num_tokens);
+bool is_sum_dtype(DType dtype);  // bf16, fp16, fp32
+
+void validate(const DispatchArgs& args, int num_ranks);
+void validate(const CombineArgs& args, int num_ranks);
+layout::CallSignature signature(const DispatchArgs& args);
+layout::CallSignature signature(const CombineArgs& args);
+
+}  // namespace deep_moe

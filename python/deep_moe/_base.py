@@ -1,0 +1,234 @@
+"""Making a Buffer, its memory and its failures: what both modes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from . import _C
+from .comm import Comm, comm_of
+from .config import device_of, seconds, whole_number
+from .errors import PeerRefusedError, UnavailableError
+from .events import CommStream, EventHandle, EventOverlap
+
+__all__ = ["BufferBase", "Payload", "Refusals"]
+
+Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Refusals:
+    """A ``with`` block for checks of a collective call's arguments, before the runtime has seen the call.
+
+    A ValueError or TypeError that leaves the block is told to the peers, which then raise PeerRefusedError
+    instead of waiting for this rank.
+    """
+
+    __slots__ = ("_call", "_runtime")
+
+    def __init__(self, runtime: _C.Buffer, call: str) -> None:
+        self._runtime = runtime
+        self._call = call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(value, (TypeError, ValueError)):
+            self._runtime.refuse(self._call, str(value))
+
+
+class BufferBase:
+    """The constructor, the heap and the state of a Buffer. Used through :class:`deep_moe.Buffer`."""
+
+    group: Any
+    rank: int
+    group_size: int
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    low_latency_mode: bool
+    explicitly_destroy: bool
+    enable_shrink: bool
+    device: torch.device
+    runtime: _C.Buffer
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: float = 0,
+        num_rdma_bytes: float = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: float = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Comm | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: float = 100.0,
+    ) -> None:
+        """Collective over the group. See :class:`deep_moe.Buffer`."""
+        ranks = comm_of(group, comm)
+        self.group = group
+        self.rank = ranks.Get_rank()
+        self.group_size = ranks.Get_size()
+        problem: Exception | None = None
+        try:
+            self.num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes")
+            self.num_rdma_bytes = whole_number(num_rdma_bytes, "num_rdma_bytes")
+            whole_number(num_qps_per_rank, "num_qps_per_rank")
+            deadline = seconds(timeout, "timeout")
+            self.device = device_of(device)
+        except (TypeError, ValueError, UnavailableError) as error:
+            problem = error
+        # Every rank learns whether all agree to go on, so that none waits for one that has raised.
+        reports = ranks.allgather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        for peer, reason in enumerate(reports):
+            if reason is not None:
+                raise PeerRefusedError(f"Buffer: rank {peer} refused its arguments: {reason}")
+        self.low_latency_mode = bool(low_latency_mode)
+        self.explicitly_destroy = bool(explicitly_destroy)
+        self.enable_shrink = bool(enable_shrink)
+        self.runtime = _C.Buffer(
+            self.rank,
+            self.group_size,
+            ranks.allgather,
+            self.num_nvl_bytes,
+            self.num_rdma_bytes,
+            self.low_latency_mode,
+            self.enable_shrink,
+            deadline,
+        )
+        self._dispatch_checks = Refusals(self.runtime, "dispatch")
+        self._combine_checks = Refusals(self.runtime, "combine")
+        self._low_latency_dispatch_checks = Refusals(self.runtime, "low_latency_dispatch")
+        self._low_latency_combine_checks = Refusals(self.runtime, "low_latency_combine")
+
+    @staticmethod
+    def _event(async_finish: bool) -> EventOverlap:
+        """Calls are complete when they return: the event is over, and a synchronous call has none."""
+        return EventOverlap(EventHandle() if async_finish else None)
+
+    # ---- memory ----
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in this rank's heap. Local.
+
+        As ``x`` of :meth:`combine` it is read in place by the peers, which saves a copy.
+
+        Args:
+            shape: up to 4 extents.
+            dtype: any real element type.
+
+        Returns:
+            ``[*shape]`` of ``dtype`` on the Buffer's device, row-major. Its memory goes back to the heap when
+            the last tensor that shares it dies; it stays valid after :meth:`destroy`.
+
+        Raises:
+            BufferTooSmallError: the heap has no room for it and cannot grow.
+            ValueError, TypeError: a wrong shape or dtype.
+            DestroyedError, ForkedProcessError: the Buffer cannot be used any more, or not in this process.
+        """
+        return self.runtime.empty(shape, dtype)
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: Sequence[int] | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """Scratch memory of this rank, which no call and no other tensor uses. Local.
+
+        Args:
+            dtype: the element type of the view.
+            size: its shape; None takes all of num_nvl_bytes (num_rdma_bytes with ``use_rdma_buffer``) after
+                ``offset``.
+            offset: bytes from the start of the scratch memory, a multiple of the element size.
+            use_rdma_buffer: the memory of the low-latency kind instead of the heap's.
+
+        Returns:
+            ``[size]``, or one-dimensional, of ``dtype`` on the Buffer's device. Calls with overlapping ranges
+            give views of the same memory. Valid for as long as a tensor of it lives.
+
+        Raises:
+            ValueError: ``offset`` does not fit ``dtype``, or the range is larger than the memory there is.
+        """
+        itemsize = torch.empty((), dtype=dtype).element_size()
+        start = whole_number(offset, "offset")
+        if start % itemsize != 0:
+            raise ValueError(f"offset must be a multiple of {itemsize} bytes for {dtype}, got {start}")
+        if size is None:
+            total = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+            if start > total:
+                raise ValueError(f"offset must be at most the {total} bytes there are, got {start}")
+            shape = torch.Size([(total - start) // itemsize])
+        else:
+            shape = torch.Size(size)
+        scratch = self.runtime.local_buffer(start, shape.numel() * itemsize, bool(use_rdma_buffer))
+        return scratch.view(dtype).view(shape)
+
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes and blocks of this rank's heap. Local.
+
+        Returns:
+            heap_bytes, live_bytes, live_blocks, quarantined_bytes, peak_bytes, free_bytes, segments,
+            largest_free_bytes, ll_staging_bytes.
+        """
+        return self.runtime.memory_stats()
+
+    # ---- streams ----
+    def get_comm_stream(self) -> CommStream:
+        """The stream of this Buffer's calls.
+
+        On the CPU an object with a stream's methods that orders nothing.
+        """
+        return CommStream()
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Says that ``stream`` uses a received tensor, so that its memory is reused only behind that use.
+
+        On the CPU memory is free once its last tensor has died, and this only checks its argument.
+
+        Raises:
+            TypeError: ``tensor`` is none.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+
+    # ---- failures and the end ----
+    def check(self) -> None:
+        """Raises what has failed the Buffer, if anything. Local."""
+        self.runtime.check()
+
+    def reset(self) -> None:
+        """Collective, after a time-out or a lost peer: makes the Buffer usable again.
+
+        Tensors from before stay as they are; handles from before may be used.
+
+        Raises:
+            DeepMoeTimeoutError, PeerLostError: some rank did not come.
+        """
+        self.runtime.reset()
+
+    def destroy(self) -> None:
+        """Ends the use of the Buffer. Local, may be called twice, and need not be called at all.
+
+        Received tensors stay valid. Every other call then raises DestroyedError; peers that still need this
+        rank raise PeerLostError.
+        """
+        self.runtime.destroy()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank={self.rank}, group_size={self.group_size}, "
+            f"num_nvl_bytes={self.num_nvl_bytes}, num_rdma_bytes={self.num_rdma_bytes}, "
+            f"low_latency_mode={self.low_latency_mode}, device={self.device})"
+        )

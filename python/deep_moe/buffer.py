@@ -1,0 +1,305 @@
+"""The Buffer: expert-parallel dispatch and combine for one rank of a group."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import torch
+
+from . import _C
+from ._base import Payload
+from ._low_latency import LowLatencyCalls
+from .config import (
+    Config,
+    check_config,
+    check_streams,
+    combine_config,
+    dispatch_config,
+    low_latency_size_hint,
+    whole_number,
+)
+from .events import EventHandle, EventOverlap
+from .handles import DispatchHandle
+
+__all__ = ["Buffer"]
+
+P = TypeVar(
+    "P", torch.Tensor, tuple[torch.Tensor, torch.Tensor]
+)  # x of dispatch: one tensor, or data and scales
+
+
+class Buffer(LowLatencyCalls):
+    """Dispatch and combine of tokens among the ranks of a group.
+
+    Every call marked *collective* is made by all ranks, on their Buffers, in the same order. A rank that
+    refuses its arguments raises ValueError or TypeError and makes its peers raise PeerRefusedError; the next
+    call works. A time-out or a lost peer fails the Buffer: each call raises the same error until
+    :meth:`reset` or :meth:`destroy`.
+
+    A Buffer may be used from several threads; calls are serialised. Two Buffers are independent. In a process
+    forked after it was made, a Buffer raises ForkedProcessError.
+
+    Args:
+        group: a torch ProcessGroup of any backend, used in the constructor alone; or None with ``comm``.
+        num_nvl_bytes: bytes that the heap has at the start; it grows to what calls need. Whole-valued floats
+        are taken.
+        num_rdma_bytes: bytes of low-latency staging at the start.
+        low_latency_mode: prepare for low-latency calls, which work either way.
+        num_qps_per_rank: queue pairs of the network.
+        allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: kept for compatibility.
+        explicitly_destroy: kept for compatibility; :meth:`destroy` may always be called and never must.
+        enable_shrink: low-latency calls mask a rank that does not answer in time, instead of failing.
+        comm: an mpi4py communicator, or one of :func:`deep_moe.thread_comms`.
+        device: where tensors are: None or "cpu"; "cuda" raises UnavailableError in a build without CUDA.
+        timeout: seconds after which a wait for a peer raises DeepMoeTimeoutError.
+
+    Attributes:
+        group, rank, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode, device: as given.
+        num_sms: of the class; what :meth:`set_num_sms` has set.
+        runtime: the compiled object behind this one.
+
+    Raises:
+        ValueError, TypeError, UnavailableError: wrong arguments; on the peers PeerRefusedError.
+    """
+
+    num_sms: int = 20
+
+    # ---- settings and hints ----
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether this build has code for GPUs of compute capability 9.0."""
+        return any(arch.startswith("90") for arch in _C.build_info()["cuda_archs"])
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets how many SMs the high-throughput calls of all Buffers may use, at least 1.
+
+        Nothing on the CPU.
+        """
+        Buffer.num_sms = whole_number(new_num_sms, "new_num_sms", lowest=1)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event of the current stream at this moment, for ``previous_event``."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The tuned Config for :meth:`dispatch` among any number of ranks."""
+        return dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The tuned Config for :meth:`combine` among any number of ranks."""
+        return combine_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes for ``num_rdma_bytes`` with which low-latency calls of these sizes need no growth."""
+        return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    # ---- the high-throughput mode ----
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts where this rank's tokens go. Local.
+
+        Rank r owns a contiguous block of the E experts; the first E % R ranks own one more.
+
+        Args:
+            topk_idx: ``[T, K]`` int64 or int32 on the Buffer's device, global expert ids, -1 for none;
+                contiguous.
+            num_experts: E.
+            previous_event: what the call waits for, instead of the current stream's work so far.
+            async_finish: the current stream does not wait for the results; the returned event says when they
+                are there.
+            allocate_on_comm_stream: results belong to the communication stream; needs both of the above.
+
+        Returns:
+            ``(num_tokens_per_rank [R] int32, None, num_tokens_per_expert [E] int32, is_token_in_rank [T, R]
+            bool, event)``. The second counts ranks of other nodes and is None within one. Ordinary tensors.
+
+        Raises:
+            ValueError: an id outside [-1, E), or a wrong shape. TypeError: a wrong dtype.
+        """
+        check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        per_rank, per_expert, in_rank = self.runtime.get_dispatch_layout(topk_idx, num_experts)
+        return per_rank, None, per_expert, in_rank, self._event(async_finish)
+
+    @overload
+    def dispatch(
+        self,
+        x: P,
+        handle: None = ...,
+        num_tokens_per_rank: torch.Tensor | None = ...,
+        num_tokens_per_rdma_rank: torch.Tensor | None = ...,
+        is_token_in_rank: torch.Tensor | None = ...,
+        num_tokens_per_expert: torch.Tensor | None = ...,
+        topk_idx: torch.Tensor | None = ...,
+        topk_weights: torch.Tensor | None = ...,
+        expert_alignment: int = ...,
+        num_worst_tokens: int = ...,
+        config: Config | None = ...,
+        previous_event: EventOverlap | None = ...,
+        async_finish: bool = ...,
+        allocate_on_comm_stream: bool = ...,
+        *,
+        num_experts: int | None = ...,
+    ) -> tuple[P, torch.Tensor | None, torch.Tensor | None, list[int], DispatchHandle, EventOverlap]: ...
+
+    @overload
+    def dispatch(
+        self,
+        x: P,
+        handle: tuple[torch.Tensor, ...],
+        num_tokens_per_rank: torch.Tensor | None = ...,
+        num_tokens_per_rdma_rank: torch.Tensor | None = ...,
+        is_token_in_rank: torch.Tensor | None = ...,
+        num_tokens_per_expert: torch.Tensor | None = ...,
+        topk_idx: torch.Tensor | None = ...,
+        topk_weights: torch.Tensor | None = ...,
+        expert_alignment: int = ...,
+        num_worst_tokens: int = ...,
+        config: Config | None = ...,
+        previous_event: EventOverlap | None = ...,
+        async_finish: bool = ...,
+        allocate_on_comm_stream: bool = ...,
+        *,
+        num_experts: int | None = ...,
+    ) -> tuple[P, None, None, None, None, EventOverlap]: ...
+
+    def dispatch(
+        self,
+        x: Payload,
+        handle: tuple[torch.Tensor, ...] | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        num_experts: int | None = None,
+    ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, Any, Any, EventOverlap]:
+        """Sends each token once to every rank that owns one of its experts. Collective.
+
+        Say where rows go in one of these ways:
+
+        - ``topk_idx`` and ``num_experts=``: layout and dispatch in one step, the fast way;
+        - ``topk_idx`` and what :meth:`get_dispatch_layout` returned, E being the length of the counts;
+        - ``is_token_in_rank`` and ``num_tokens_per_expert`` without ids;
+        - ``handle`` of an earlier dispatch: the same rows go the same ways again, without ids and weights.
+
+        All tensors are on the Buffer's device. x and the others may be changed once the event is over.
+
+        Args:
+            x: ``[T, H]`` of any element type, rows of a multiple of 16 bytes, contiguous within a row; or
+                ``(data [T, H], scales [T, S] or [T])``, scales with any strides. Bytes travel as they are.
+            handle: of an earlier dispatch; any tuple of its tensors.
+            num_tokens_per_rank: ``[R]`` int32, of get_dispatch_layout.
+            num_tokens_per_rdma_rank: of get_dispatch_layout; not used within one node.
+            is_token_in_rank: ``[T, R]`` bool, of get_dispatch_layout.
+            num_tokens_per_expert: ``[E]`` int32, of get_dispatch_layout.
+            topk_idx: ``[T, K]`` int64 or int32, global expert ids, -1 for none; contiguous.
+            topk_weights: ``[T, K]`` float32.
+            expert_alignment: each entry of the returned count list is rounded up to a multiple of it.
+            num_worst_tokens: if not 0, the number of rows of all results, whatever arrives: ids and sources
+                are -1 and weights 0 past the rows that arrived. Too small a number raises ValueError on every
+                rank.
+            config: tuning numbers, or None for the tuned ones.
+            previous_event, async_finish, allocate_on_comm_stream: as in :meth:`get_dispatch_layout`.
+            num_experts: E.
+
+        Returns:
+            ``(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event)``
+
+            - recv_x: ``[N, H]``, ordered by source rank, then source token; a pair if x was one, with scales
+              ``[N, S]`` that are column-major if the input's were;
+            - recv_topk_idx: ``[N, K]`` of topk_idx's dtype, local expert ids, -1 elsewhere;
+            - recv_topk_weights: ``[N, K]`` float32, 0 where the id is -1;
+            - the list: L ints, entries != -1 for each local expert, aligned; empty with num_worst_tokens;
+            - handle: for :meth:`combine` and cached dispatches;
+            - event: its ``.event`` is None unless ``async_finish``.
+
+            Ids and weights that were not given come back as None; with ``handle`` all but recv_x and the
+            event are None. Received tensors belong to the caller, live as long as they are referenced and
+            survive :meth:`destroy`.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; the peers raise PeerRefusedError.
+            BufferTooSmallError, CallMismatchError, DeepMoeTimeoutError, PeerLostError, DestroyedError.
+        """
+        with self._dispatch_checks:
+            check_config(config)
+            check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle = self.runtime.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            num_experts,
+        )
+        made = DispatchHandle._make(new_handle) if new_handle is not None else None
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, self._event(async_finish)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: tuple[torch.Tensor, ...],
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Brings rows back to the tokens they came from and adds them up, without weights. Collective.
+
+        The sum is fp32: first the biases, then the ranks in ascending order, rounded once to x's dtype.
+
+        Args:
+            x: ``[N, H]`` bfloat16, float16 or float32, rows as the dispatch gave them. A received tensor
+                changed in place, or one of :meth:`empty`, is read in place by the peers. May be changed once
+                the event is over.
+            handle: of the dispatch; any tuple of its tensors.
+            topk_weights: ``[N, K]`` float32, summed over ranks in the same way.
+            bias: one or two ``[T, H]`` of x's dtype, added to every token.
+            config, previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
+            out: ``[T, H]`` of x's dtype, for the result.
+
+        Returns:
+            ``(combined_x, combined_topk_weights, event)``: ``[T, H]`` of x's dtype (``out`` itself where
+            given); ``[T, K]`` float32, or None without weights.
+
+        Raises:
+            As :meth:`dispatch`.
+        """
+        with self._combine_checks:
+            check_config(config)
+            check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        combined_x, combined_weights = self.runtime.combine(x, handle, topk_weights, bias, out)
+        return combined_x, combined_weights, self._event(async_finish)
+
+    # Between nodes and within one the calls are the same; these names are for programs that choose.
+    internode_dispatch = dispatch
+    internode_combine = combine

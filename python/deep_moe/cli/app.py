@@ -1,0 +1,114 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+Number = int | None
+Real = float | None
+Text = str | None
+Flag = bool | None
+File = Path | None
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command and returns its exit code: 0 done, 1 failed (a check, a rank), 2 wrong arguments."""
+    try:
+        app(args=argv, prog_name="deep-moe")
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+    return 0
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from .. import __version__
+
+        typer.echo(f"deep_moe {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """deep_moe: moves the tokens of Mixture-of-Experts layers."""
+
+
+@app.command()
+def bench(
+    ranks: Annotated[Number, typer.Option(help="Rank processes [default: one a GPU, else 4].")] = None,
+    device: Annotated[Text, typer.Option(help="auto, cpu or cuda.")] = None,
+    tokens: Annotated[Number, typer.Option(help="Tokens a rank [default: 512].")] = None,
+    ll_tokens: Annotated[Number, typer.Option(help="Tokens a rank in LL mode [default: up to 128].")] = None,
+    hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048].")] = None,
+    experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64].")] = None,
+    topk: Annotated[Number, typer.Option(help="Experts a token [default: 8].")] = None,
+    groups: Annotated[Number, typer.Option(help="Expert groups of the gate, 0 = none.")] = None,
+    topk_groups: Annotated[Number, typer.Option(help="Groups a token may use.")] = None,
+    gate: Annotated[Text, typer.Option(help="softmax or sigmoid.")] = None,
+    dtype: Annotated[Text, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    fp8: Annotated[
+        Flag, typer.Option("--fp8/--no-fp8", help="Dispatch fp8 rows with scales in HT mode too.")
+    ] = None,
+    mode: Annotated[Text, typer.Option(help="ht, ll or both.")] = None,
+    model: Annotated[
+        Text, typer.Option(help="Take the shape of a published model, for example DeepSeek-V3.")
+    ] = None,
+    text: Annotated[
+        Text, typer.Option(help="Route the words of this file [default: a text of the package].")
+    ] = None,
+    routing: Annotated[Text, typer.Option(help="text, or made-up routes: uniform, zipf or hot.")] = None,
+    trace: Annotated[
+        Text, typer.Option(help="Route by a saved top-k array: .npy or .pt, [..., T, K].")
+    ] = None,
+    compare: Annotated[
+        Text, typer.Option(help="gloo: time the same exchange by torch.distributed too.")
+    ] = None,
+    num_sms: Annotated[
+        Number, typer.Option(help="SMs of the HT kernels, even [default: the library's].")
+    ] = None,
+    iters: Annotated[Number, typer.Option(help="Timed pairs [default: 20].")] = None,
+    warmup: Annotated[Number, typer.Option(help="Pairs before them [default: 3].")] = None,
+    check: Annotated[
+        Flag, typer.Option("--check/--no-check", help="Compare with a dense computation.")
+    ] = None,
+    ffn: Annotated[Number, typer.Option(help="Inner width of the experts [default: 16].")] = None,
+    seed: Annotated[Number, typer.Option(help="Seed of weights and made-up routes [default: 0].")] = None,
+    timeout: Annotated[Real, typer.Option(help="Seconds for the whole run [default: 600].")] = None,
+    json: Annotated[File, typer.Option(help="Write parameters, machine and all rows to this file.")] = None,
+    plot: Annotated[File, typer.Option(help="Draw the table to this file (needs matplotlib).")] = None,
+) -> None:
+    """Runs whole MoE layers over ranks of this machine, checks them, and times every step."""
+    given: dict[str, Any] = dict(locals())
+    json_path, plot_path = given.pop("json"), given.pop("plot")
+    from .bench import plan, run_bench
+    from .launch import RankFailedError
+
+    try:
+        passed = run_bench(plan(given), json_path, plot_path)
+    except (ValueError, OSError) as error:
+        typer.echo(f"deep-moe bench: {error}", err=True)
+        raise typer.Exit(2) from None
+    except RankFailedError as error:
+        typer.echo(f"deep-moe bench: {error}", err=True)
+        raise typer.Exit(1) from None
+    if not passed:
+        typer.echo("deep-moe bench: a result differs from the dense computation (see FAILED above)", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Says what this build and this machine can do, and what to do about what is missing."""
+    from .doctor import run_doctor
+
+    raise typer.Exit(0 if run_doctor() else 1)

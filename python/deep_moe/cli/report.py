@@ -1,0 +1,273 @@
+"""From the ranks' times to rows, and from rows to a table, a JSON file and a chart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .options import BenchOptions
+from .timing import makespans, median
+
+TARGET_SHARE = 0.5
+
+
+@dataclass
+class Row:
+    """One line of the table.
+
+    ``us`` is the median over the iterations of the slowest rank's time; ``rows`` and ``link_bytes`` are means
+    over the ranks; ``copy_us`` is the time of memcpy for the same bytes and ``share`` = copy_us / us (None
+    where there is none). Rows of equal ``work`` move the same rows.
+    """
+
+    name: str
+    step: str
+    kind: str
+    work: str
+    us: float
+    rows: float | None
+    link_bytes: float | None
+    gb_per_s: float | None
+    copy_us: float | None
+    share: float | None
+    slowest_rank: int
+    rank_us: list[float]
+
+
+@dataclass
+class CheckRow:
+    """One check over all ranks: the largest error of any."""
+
+    name: str
+    error: float
+    tolerance: float
+    passed: bool
+
+
+def assemble_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
+    """Merges the ranks' chains, which are the same in number and order on each."""
+    by_rank = [result["chains"] for result in results]
+    chains = list(zip(*by_rank, strict=True))
+    limits: dict[tuple[str, str], float] = {}
+    for chain in chains:
+        if chain[0]["kind"] == "memcpy":
+            for step in chain[0]["us"]:
+                key = (chain[0]["limit"], step)
+                limits[key] = min(limits.get(key, float("inf")), _median_makespan(chain, step))
+    return [_make_row(chain, step, limits) for chain in chains for step in chain[0]["us"]]
+
+
+def _median_makespan(chain: Sequence[dict[str, Any]], step: str) -> float:
+    return median(makespans([of_rank["us"][step] for of_rank in chain]))
+
+
+def _make_row(chain: Sequence[dict[str, Any]], step: str, limits: dict[tuple[str, str], float]) -> Row:
+    first = chain[0]
+    us = _median_makespan(chain, step)
+    rank_us = [median(of_rank["us"][step]) for of_rank in chain]
+    parts = list(first["link_bytes"]) if step == "pair" else [step] if step in first["link_bytes"] else []
+    link_bytes = (
+        _mean([sum(of_rank["link_bytes"][part] for part in parts) for of_rank in chain]) if parts else None
+    )
+    rows = _mean([of_rank["rows"][step] for of_rank in chain]) if step in first["rows"] else None
+    copy_us = limits.get((first["limit"], step)) if first["kind"] in ("deep_moe", "gloo") else None
+    return Row(
+        name=first["name"],
+        step=step,
+        kind=first["kind"],
+        work=first["limit"],
+        us=us,
+        rows=rows,
+        link_bytes=link_bytes,
+        gb_per_s=link_bytes / us / 1e3 if link_bytes and us else None,
+        copy_us=copy_us,
+        share=copy_us / us if copy_us is not None and us else None,
+        slowest_rank=rank_us.index(max(rank_us)),
+        rank_us=rank_us,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def assemble_checks(results: Sequence[dict[str, Any]]) -> list[CheckRow]:
+    """Merges the ranks' checks: passed where all ranks passed."""
+    merged = []
+    for of_ranks in zip(*(result["checks"] for result in results), strict=True):
+        errors = [float(check["error"]) for check in of_ranks]
+        worst = max(errors, key=lambda error: float("inf") if error != error else error)
+        passed = all(check["passed"] for check in of_ranks)
+        merged.append(CheckRow(of_ranks[0]["name"], worst, of_ranks[0]["tolerance"], passed))
+    return merged
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Returns, for each deep_moe pair, its time, its share of memcpy's speed and its speed-up over gloo."""
+    gloo = next((row for row in rows if row.kind == "gloo" and row.step == "pair"), None)
+    summary: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.kind == "deep_moe" and row.step == "pair":
+            entry = {"pair_us": row.us}
+            if row.copy_us is not None and row.share is not None:
+                entry |= {"memcpy_us": row.copy_us, "share_of_memcpy": row.share}
+            if gloo is not None and row.work == gloo.work:
+                entry |= {"gloo_us": gloo.us, "times_faster_than_gloo": gloo.us / row.us}
+            summary[row.name] = entry
+    return summary
+
+
+def describe_pair(name: str, entry: dict[str, float], num_ranks: int) -> str:
+    """Returns the sentence of one entry of :func:`summarise`."""
+    text = f"{name}: a dispatch + combine pair takes {entry['pair_us']:,.0f} us"
+    if "memcpy_us" in entry:
+        text += (
+            f"; memcpy of the same bytes by {num_ranks} processes takes {entry['memcpy_us']:,.0f} us: "
+            f"{entry['share_of_memcpy']:.2f} of its speed (aim: {TARGET_SHARE:g})"
+        )
+    if "gloo_us" in entry:
+        faster = entry["times_faster_than_gloo"]
+        text += f"; gloo takes {entry['gloo_us']:,.0f} us: {faster:.1f} times faster than gloo"
+    return text
+
+
+def print_report(
+    console: Any, options: BenchOptions, rows: Sequence[Row], checks: Sequence[CheckRow]
+) -> None:
+    """Prints the checks, the table of steps and the sentences about the pairs."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    for check in checks:
+        mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
+        console.print(
+            f"{mark}  {escape(check.name)}: max error {check.error:.2e} (allowed {check.tolerance:.0e})",
+            soft_wrap=True,
+        )
+    table = Table(title=escape(describe_run(options)), title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("what", "step"):
+        table.add_column(column, no_wrap=True)
+    for column in ("us", "rows", "link MB", "GB/s", "copy us", "of copy limit", "slowest rank"):
+        table.add_column(column, justify="right", no_wrap=True)
+    previous = ""
+    for row in shown_rows(rows):
+        if previous not in ("", row.name):
+            table.add_section()
+        cells = table_cells(row)
+        table.add_row(escape(cells[0]) if row.name != previous else "", *cells[1:])
+        previous = row.name
+    console.print(table)
+    for name, entry in summarise(rows).items():
+        console.print(escape(describe_pair(name, entry, options.ranks)), soft_wrap=True)
+
+
+def shown_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of table and chart: all but those of memcpy, which appear as the others' limit."""
+    return [row for row in rows if row.kind != "memcpy"]
+
+
+def table_cells(row: Row) -> list[str]:
+    """Returns the texts of one line of the table."""
+    return [
+        row.name,
+        row.step,
+        f"{row.us:,.0f}" if row.us >= 100 else f"{row.us:.1f}",
+        "" if row.rows is None else f"{row.rows:,.0f}",
+        "" if row.link_bytes is None else f"{row.link_bytes / 1e6:.2f}",
+        "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
+        "" if row.copy_us is None else f"{row.copy_us:,.0f}" if row.copy_us >= 100 else f"{row.copy_us:.1f}",
+        "" if row.share is None else f"{row.share:.0%}",
+        str(row.slowest_rank),
+    ]
+
+
+def describe_run(options: BenchOptions) -> str:
+    """Returns one line with the shape of the run."""
+    gate = f"{options.gate} gate over text" if options.routing == "text" else options.routing
+    groups = f" ({options.topk_groups} of {options.groups} groups)" if options.groups else ""
+    model = f"{options.model}: " if options.model else ""
+    low_latency = f" (LL: {options.ll_tokens})" if "ll" in options.modes else ""
+    return (
+        f"{model}{options.ranks} {options.device} ranks, {options.tokens} tokens each{low_latency}, "
+        f"hidden {options.hidden}, {options.experts} experts, top {options.topk}{groups}, "
+        f"{options.dtype}, {gate}"
+    )
+
+
+def to_document(
+    options: BenchOptions, rows: Sequence[Row], checks: Sequence[CheckRow], about: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns what the JSON file holds; ``about`` gives date, machine, versions and build."""
+    return {
+        "schema": 1,
+        **about,
+        "parameters": asdict(options),
+        "checks": [asdict(check) for check in checks],
+        "rows": [asdict(row) for row in rows],
+        "summary": summarise(rows),
+    }
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Writes the document; numbers that are no numbers become null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return None if isinstance(value, float) and value - value != 0 else value
+
+    path.write_text(json.dumps(clean(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_plot(path: Path, options: BenchOptions, rows: Sequence[Row]) -> None:
+    """Draws the steps as bars, with the time of memcpy for the same bytes as a mark on each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    parts = [
+        [row for row in shown_rows(rows) if row.name.startswith("LL") == is_ll] for is_ll in (False, True)
+    ]
+    parts = [part[::-1] for part in parts if part]
+    figure, panels = pyplot.subplots(
+        len(parts),
+        1,
+        figsize=(10, 1.5 + 0.3 * sum(map(len, parts))),
+        layout="constrained",
+        squeeze=False,
+        height_ratios=[len(part) for part in parts],
+    )
+    for axes, part in zip(panels[:, 0], parts, strict=True):
+        _draw_bars(axes, part)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower right", fontsize=8)
+    figure.suptitle(describe_run(options), fontsize=9)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
+    colours = {"deep_moe": "#2b6cb0", "gloo": "#dd8844", "layer": "#a0aec0"}
+    places = range(len(rows))
+    axes.barh(places, [row.us for row in rows], color=[colours[row.kind] for row in rows])
+    for place, row in zip(places, rows, strict=True):
+        axes.annotate(f" {row.us:,.0f}", (row.us, place), va="center", fontsize=8)
+    marked = [
+        (row.copy_us, place) for place, row in zip(places, rows, strict=True) if row.copy_us is not None
+    ]
+    if marked:
+        times, heights = zip(*marked, strict=True)
+        axes.scatter(
+            times, heights, marker="|", s=160, color="black", zorder=3, label="memcpy of the same bytes"
+        )
+    axes.set_yticks(places, [f"{row.name}: {row.step}" for row in rows], fontsize=8)
+    axes.margins(x=0.1)
+    axes.set_xlabel("us (median over the iterations, slowest rank)", fontsize=8)

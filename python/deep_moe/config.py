@@ -1,0 +1,108 @@
+"""Tuning numbers, size hints, and the checks of plain arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ._C import Config, combine_config, dispatch_config, low_latency_size_hint
+from .errors import UnavailableError
+from .events import EventHandle, EventOverlap
+
+__all__ = [
+    "Config",
+    "check_config",
+    "check_streams",
+    "combine_config",
+    "device_of",
+    "dispatch_config",
+    "low_latency_size_hint",
+    "seconds",
+    "topk_idx_t",
+    "whole_number",
+]
+
+topk_idx_t = torch.int64
+"""The usual dtype of ``topk_idx``; int32 is taken as well."""
+
+
+def whole_number(value: Any, name: str, lowest: int = 0) -> int:
+    """``value`` as an int: ints, and floats without a fraction such as ``1e9``."""
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
+        number = int(value)
+    else:
+        try:
+            number = value.__index__()
+        except (AttributeError, TypeError):
+            raise TypeError(f"{name} must be a whole number, got {type(value).__name__}") from None
+    if not lowest <= number < 1 << 63:
+        raise ValueError(f"{name} must be at least {lowest} and below 2**63, got {number}")
+    return number
+
+
+def seconds(value: Any, name: str) -> float:
+    """``value`` as a positive, finite number of seconds."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number of seconds, got {type(value).__name__}") from None
+    if not 0.0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {number}")
+    return number
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Where a Buffer works. This build moves rows between CPU tensors."""
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'device must be None, "cpu" or "cuda", got {device!r}') from None
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type == "cuda":
+        raise UnavailableError(
+            f'device={str(found)!r}: this build of deep_moe has no CUDA transport; use device="cpu", or '
+            "install a build for CUDA (deep-moe-cu12 or deep-moe-cu13)"
+        )
+    raise ValueError(f'device must be None, "cpu" or "cuda", got {device!r}')
+
+
+def check_config(config: Any) -> None:
+    """``config`` of a call: a Config, or None for the tuned one."""
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config must be a deep_moe.Config or None, got {type(config).__name__}")
+
+
+def check_streams(previous_event: Any, async_finish: Any, allocate_on_comm_stream: Any) -> None:
+    """The stream arguments that the calls of the high-throughput mode share."""
+    event = None
+    if previous_event is not None:
+        if not isinstance(previous_event, EventOverlap):
+            raise TypeError(
+                f"previous_event must be a deep_moe.EventOverlap or None, got {type(previous_event).__name__}"
+            )
+        event = previous_event.event
+        if event is not None:
+            if not isinstance(event, EventHandle):
+                raise TypeError(
+                    f"previous_event.event must be a deep_moe.EventHandle, got {type(event).__name__}"
+                )
+            event.current_stream_wait()
+    if allocate_on_comm_stream and (event is None or not async_finish):
+        raise ValueError(
+            "allocate_on_comm_stream=True needs previous_event=EventOverlap(EventHandle()) and "
+            "async_finish=True: the tensors would otherwise be used on a stream that knows nothing of them"
+        )
+
+
+def check_low_latency(async_finish: Any, return_recv_hook: Any) -> None:
+    """The finish arguments that the calls of the low-latency mode share."""
+    if async_finish and return_recv_hook:
+        raise ValueError(
+            "async_finish=True together with return_recv_hook=True: a call finishes either by itself or by "
+            "its hook; pass one of the two"
+        )

@@ -1,0 +1,45 @@
+"""What a dispatch returns for its combine (and for cached dispatches): plain tuples of CPU tensors.
+
+The contents are private to deep_moe. Hold a handle, pass it back, or spread it into
+``ctx.save_for_backward(*handle)`` and pass back the tuple that comes out: any tuple of the same tensors is
+taken. A handle holds indices and no addresses, so it stays valid for as long as its tensors live, also across
+other calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["DispatchHandle", "LowLatencyHandle"]
+
+
+class DispatchHandle(NamedTuple):
+    """Of the high-throughput mode. R ranks, T tokens of this rank, N received rows."""
+
+    rank_prefix_matrix: Tensor
+    """[R, R] int32: at [src, dst] the rows that dst received from ranks up to and including src."""
+    recv_src_idx: Tensor
+    """[N] int32: each received row's token index at its source; -1 past the rows that arrived."""
+    is_token_in_rank: Tensor
+    """[T, R] bool: whether the token went to the rank."""
+    send_index: Tensor
+    """[T, R] int32: the row that the token became there, or -1."""
+    meta: Tensor
+    """[8] int64: sizes of the call."""
+
+
+class LowLatencyHandle(NamedTuple):
+    """Of the low-latency mode. R ranks, L local experts, M the cap on tokens a rank, K top-k."""
+
+    src_info: Tensor
+    """[L, R * M] int32: each packed row's token index at its source."""
+    layout_range: Tensor
+    """[L, R] int64: ``begin << 32 | count`` of the rows of each source in an expert's block."""
+    recv_pos: Tensor
+    """[R, M, K] int32: the packed row of each (source, token, k), or -1."""
+    recv_weights: Tensor
+    """[R, M, K] float32: the weights given to the dispatch, or empty."""
+    meta: Tensor
+    """[12] int64: sizes of the call."""

@@ -1,0 +1,131 @@
+"""The doctor: its probes, its lines, and the whole command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deep_moe.cli import doctor, probes
+from deep_moe.cli.doctor import Finding, find_all, version_numbers
+
+INFO: dict[str, Any] = {
+    "version": "0.1.0",
+    "variant": "cpu",
+    "cuda_compiled": False,
+    "cuda_archs": [],
+    "simd": "scalar",
+    "compiler": "a compiler",
+    "abi3": False,
+}
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_shared_memory_is_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    assert probes.try_shared_memory() == ""
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "not here")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert "PermissionError" in probes.try_shared_memory()
+    line = by_name(doctor.find_shared_memory())["shared memory"]
+    assert (line.mark, "Linux 3.17" in line.advice) == ("missing", True)
+
+
+def test_huge_page_setting_is_the_word_in_brackets(tmp_path: Path) -> None:
+    (tmp_path / "setting").write_text("always within_size [advise] never deny force\n")
+    assert probes.huge_page_setting(tmp_path / "setting") == "advise"
+    assert probes.huge_page_setting(tmp_path / "none") == ""
+
+
+def test_versions_are_read_as_numbers() -> None:
+    assert version_numbers("2.13.0+cpu") == (2, 13, 0)
+    assert version_numbers("3.4.5rc1") == (3, 4, 5)
+    assert version_numbers("dev") == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "mark"), [("3.4.5", "ok"), ("3.4.9", "ok"), ("3.3.9", "warning"), ("3.5.1", "warning")]
+)
+def test_nvshmem_outside_its_range_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, version: str, mark: str
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    line = doctor.find_nvshmem(INFO)[0]
+    assert line.mark == mark
+    assert version in line.text
+
+
+def test_cuda_lines_for_a_build_and_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = probes.CudaProbe(version=13000, gpus=["GPU A", "GPU B"], blocked=[(0, 1)])
+    monkeypatch.setattr(probes, "probe_cuda", lambda: probe)
+    lines = by_name(doctor.find_cuda(INFO | {"cuda_compiled": True, "cuda_archs": ["80", "90a"]}))
+    assert lines["cuda build"].text == "compiled in, for 80, 90a"
+    assert lines["cuda transport"].mark == "missing"
+    assert lines["cuda driver"].text == "for CUDA 13.0"
+    assert lines["gpus"].text == "0: GPU A, 1: GPU B"
+    assert (lines["peer access"].mark, "0-1" in lines["peer access"].text) == ("warning", True)
+    assert "cuda transport" not in by_name(
+        doctor.find_cuda(INFO | {"cuda_compiled": True, "cuda_transport": True})
+    )
+
+
+def test_a_missing_driver_is_one_line_with_advice() -> None:
+    assert "is not on this machine" in probes.probe_cuda("libno_such_driver.so.1").problem
+
+
+def test_limits_that_are_low_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "limit", lambda name: 256)
+    lines = by_name(doctor.find_limits())
+    assert (lines["open files"].mark, lines["locked memory"].mark) == ("warning", "warning")
+    assert "ulimit -n" in lines["open files"].advice
+    monkeypatch.setattr(probes, "limit", lambda name: -1)
+    assert [finding.line() for finding in doctor.find_limits()] == [
+        "ok       open files     no limit",
+        "ok       locked memory  no limit",
+    ]
+
+
+def test_an_old_module_and_a_broken_probe_are_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(probes, "try_cpu_backend", broken)
+    lines = by_name(find_all(INFO | {"version": "0.0.0"}))
+    assert lines["versions"].mark == "warning"
+    assert lines["cpu backend"].mark == "missing"
+    assert "RuntimeError: no such thing" in lines["cpu backend"].text
+
+
+def test_doctor_says_that_the_cpu_backend_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deep_moe", "doctor"], capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(line.split()[0] in ("ok", "warning", "missing") for line in lines)
+    marks = {line[9:23].strip(): line.split()[0] for line in lines}
+    assert marks["cpu backend"] == "ok"
+    assert marks["shared memory"] == "ok"
+    assert {"package", "torch", "processor", "simd", "cuda build", "nvshmem", "matplotlib", "mpi4py"} <= set(
+        marks
+    )
+    assert all(" -> " in line for line in lines if line.startswith("missing"))
+
+
+def test_a_backend_that_fails_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(doctor, "build_info", lambda: INFO)
+    monkeypatch.setattr(probes, "try_cpu_backend", lambda: "rank 0: it broke")
+    assert not doctor.run_doctor()
+    assert "missing  cpu backend    rank 0: it broke" in capsys.readouterr().out

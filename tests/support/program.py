@@ -1,0 +1,140 @@
+"""Programs: lists of calls that every rank makes in the same order, checked against the reference.
+
+A program is data. `run` executes it on all ranks, as processes or as threads, and then compares everything
+that every rank holds at the end with what the reference says. Results are read after the last call, so a call
+that damages a tensor handed out by an earlier one is caught too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import deep_moe
+
+from .workers import workers
+
+
+@dataclass(frozen=True)
+class BufferOptions:
+    """How a program makes one of its Buffers."""
+
+    num_bytes: int = 0
+    num_ll_bytes: int = 0
+    timeout: float = 20.0
+
+    def make(self, comm: Any) -> deep_moe.Buffer:
+        return deep_moe.Buffer(
+            None,
+            self.num_bytes,
+            self.num_ll_bytes,
+            low_latency_mode=self.num_ll_bytes > 0,
+            explicitly_destroy=True,
+            comm=comm,
+            timeout=self.timeout,
+        )
+
+
+class Call:
+    """One call of a program, on Buffer number `buffer`; `of`, in subclasses, is the call that it answers."""
+
+    buffer: int = 0
+
+    def only(self, rank: int) -> Call:
+        """The call without the inputs of other ranks."""
+        return self
+
+    def run(self, here: Here) -> Any:
+        """Make the call on one rank; what it returns stays alive to the end of the program."""
+        raise NotImplementedError
+
+    def collect(self, here: Here, kept: Any) -> dict[str, Any]:
+        """What one rank holds at the end of the program."""
+        raise NotImplementedError
+
+    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> Any:
+        """Compare the ranks' results; what it returns is this call's entry of `expected`, for later calls."""
+        raise NotImplementedError
+
+
+@dataclass
+class Here:
+    """One rank while it runs a program."""
+
+    rank: int
+    num_ranks: int
+    calls: Sequence[Call]
+    buffers: list[deep_moe.Buffer]
+    kept: list[Any] = field(default_factory=list)
+    pending: list[tuple[int, Callable[[], None]]] = field(
+        default_factory=list
+    )  # hooks not yet called, by call
+
+    def defer(self, hook: Callable[[], None]) -> None:
+        """Keep the hook of the call that runs now."""
+        self.pending.append((len(self.kept), hook))
+
+    def make_room(self) -> None:
+        """At most three calls may be in flight: call the oldest hook before a fourth."""
+        if len(self.pending) >= 3:
+            self.settle(self.pending[0][0])
+
+    def settle(self, call: int) -> None:
+        """Call the hook of this call, if it still has one."""
+        for entry in [entry for entry in self.pending if entry[0] == call]:
+            self.pending.remove(entry)
+            entry[1]()
+
+
+@dataclass(frozen=True)
+class Program:
+    calls: Sequence[Call]
+    buffers: Sequence[BufferOptions] = (BufferOptions(),)
+    newest_hook_first: bool = False  # in which order the hooks left over at the end are called
+
+    def only(self, rank: int) -> Program:
+        return Program([call.only(rank) for call in self.calls], self.buffers, self.newest_hook_first)
+
+
+def run_on_rank(comm: Any, rank: int, program: Program) -> list[dict[str, Any]]:
+    buffers = [options.make(comm) for options in program.buffers]
+    try:
+        return execute(program, rank, buffers)
+    finally:
+        for buffer in buffers:
+            buffer.destroy()
+
+
+def execute(program: Program, rank: int, buffers: list[deep_moe.Buffer]) -> list[dict[str, Any]]:
+    """Run a program on one rank, with Buffers that are there; `check` then takes the results of all ranks."""
+    here = Here(rank, buffers[0].group_size, program.calls, buffers)
+    for call in program.calls:
+        here.kept.append(call.run(here))
+    while here.pending:
+        here.settle(here.pending[-1 if program.newest_hook_first else 0][0])
+    return [call.collect(here, kept) for call, kept in zip(program.calls, here.kept, strict=True)]
+
+
+def run(
+    program: Program, num_ranks: int, form: str = "process", timeout: float = 60.0
+) -> list[list[dict[str, Any]]]:
+    """Run a program on all ranks and check everything; gives the results by rank, then by call."""
+    results = workers(form).run(run_on_rank, [program.only(rank) for rank in range(num_ranks)], timeout)
+    check(program, results)
+    return results
+
+
+def check(program: Program, results: Sequence[Sequence[dict[str, Any]]]) -> None:
+    expected: list[Any] = []
+    for index, call in enumerate(program.calls):
+        of_call = [result[index] for result in results]
+        expected.append(call.check(of_call, expected, f"call {index} ({type(call).__name__})"))
+
+
+def packed(blocks: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The used rows of all expert blocks, one below the other."""
+    used = torch.arange(blocks.shape[1]).unsqueeze(0) < count.unsqueeze(1)
+    return blocks[used]
