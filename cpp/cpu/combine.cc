@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/copy.hpp"
 #include "cpu/protocol.hpp"
 #include "cpu/simd.hpp"
 #include "layout/handle.hpp"
@@ -177,7 +178,8 @@ class Combine {
     while (copied_ < limit) {
       const std::int64_t end = std::min(limit, copied_ + step);
       pool_.parallel_for(end - copied_, kPullGrain, [&](std::int64_t first, std::int64_t last) {
-        for (std::int64_t row = copied_ + first; row < copied_ + last; ++row) copy_row(row);
+        for (std::int64_t row = copied_ + first; row < copied_ + last; ++row) stage_row(row);
+        finish_streaming();
       });
       copied_ = end;
       publish_ready();
@@ -185,11 +187,11 @@ class Combine {
     return any;
   }
 
-  void copy_row(std::int64_t row) const {
+  void stage_row(std::int64_t row) const {
     const std::int64_t at = row % ring_;
     if (staged_x_ != nullptr)
-      std::memcpy(staged_x_ + at * row_bytes_, args_.x.as<char>() + row * args_.x.stride[0] * item_,
-                  static_cast<std::size_t>(row_bytes_));
+      copy_row(staged_x_ + at * row_bytes_, args_.x.as<char>() + row * args_.x.stride[0] * item_, row_bytes_,
+               num_held_ * row_bytes_ > kStreamingBytes);
     if (staged_weights_ != nullptr)
       std::memcpy(staged_weights_ + at * topk_ * 4, args_.topk_weights.as<float>() + row * args_.topk_weights.stride[0],
                   static_cast<std::size_t>(topk_ * 4));

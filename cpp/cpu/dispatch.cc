@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/copy.hpp"
 #include "cpu/protocol.hpp"
 #include "cpu/route.hpp"
 #include "layout/handle.hpp"
@@ -55,6 +56,7 @@ class Dispatch {
       worst_rows_ = padded ? meta[layout::kMetaNumRecv] : 0;
     }
     const TensorView& scales = args.x.scales;
+    token_bytes_ = args.x.data.stride[0] * static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
     format_.row_bytes = args.x.data.shape[1] * static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
     if (scales.defined()) {
       scale_item_ = static_cast<std::int64_t>(dtype_bytes(scales.dtype));
@@ -264,6 +266,7 @@ class Dispatch {
   void aim() {
     targets_.resize(num_ranks_);
     all_fit_ = true;
+    std::int64_t bytes_sent = 0;
     for (int dst = 0; dst < num_ranks_; ++dst) {
       Target& target = targets_[dst];
       const Place& place = places_[dst];
@@ -278,18 +281,18 @@ class Dispatch {
       target.first_expert = blocks_.first_expert(dst);
       target.num_local_experts = blocks_.num_local_experts(dst);
       all_fit_ = all_fit_ && fits;
+      bytes_sent += target.num_rows * format_.row_bytes;
       if (target.num_rows > 0)
         target.base = domain_.address(dst, place.segment, static_cast<std::size_t>(place.offset));
     }
+    streaming_ = bytes_sent > kStreamingBytes;
     if (targets_[rank_].num_waves == 1) domain_.heap().shrink(block_, targets_[rank_].block.total);
   }
 
   // One row to one destination, at row `at` of its block.
   void store_row(const Target& target, std::int64_t token, std::int64_t at) const {
-    std::memcpy(target.base + target.block.x + at * format_.row_bytes,
-                args_.x.data.as<char>() + token * args_.x.data.stride[0] *
-                                              static_cast<std::int64_t>(dtype_bytes(args_.x.data.dtype)),
-                static_cast<std::size_t>(format_.row_bytes));
+    copy_row(target.base + target.block.x + at * format_.row_bytes, args_.x.data.as<char>() + token * token_bytes_,
+             format_.row_bytes, streaming_);
     const std::int32_t src = static_cast<std::int32_t>(token);
     std::memcpy(target.base + target.block.src_idx + at * 4, &src, 4);
     if (num_scales_ > 0) store_scales(target, token, at);
@@ -345,6 +348,7 @@ class Dispatch {
           if (index[dst] >= 0) store_row(targets_[dst], token, targets_[dst].first_index + index[dst]);
         }
       }
+      finish_streaming();
     });
     for (int dst = 0; dst < num_ranks_; ++dst) flag_rows_done(dst, 1);
     domain_.wait(
@@ -432,6 +436,7 @@ class Dispatch {
     pool_.parallel_for(end - begin, kSendGrain, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t i = begin + first; i < begin + last; ++i)
         store_row(target, tokens[i], target.first_index + i - low);
+      finish_streaming();
     });
   }
 
@@ -559,6 +564,7 @@ class Dispatch {
   layout::RowFormat format_;
   std::int64_t scale_item_ = 0, num_scales_ = 0;
   bool column_scales_ = false;
+  std::int64_t token_bytes_;  // from one row of x to the next
 
   std::uint64_t epoch_ = 0;
   Route route_;
@@ -568,6 +574,7 @@ class Dispatch {
   std::vector<std::int64_t> counts_;  // [src][dst]
   std::vector<Target> targets_;
   bool all_fit_ = true;
+  bool streaming_ = false;
   Tensor spill_;  // received rows where they came in waves
 
   OwnedDispatchHandle handle_;

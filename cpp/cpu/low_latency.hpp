@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include <deep_moe/buffer.hpp>
 
@@ -10,17 +12,27 @@
 
 namespace deep_moe::cpu {
 
-// Staging of all ranks has the same size; slot s of rank r starts at address(r, segment[r], s * bytes / kLowLatencySlots).
+// The staging of every rank is cut into kLowLatencySlots slots of equal size. A call uses the same slot on all ranks:
+// the sequence number of the call, counted alike everywhere (see skip_call), modulo kLowLatencySlots.
 struct LowLatencyState {
   struct Slot {
-    bool pending = false;           // its hook has not run
-    std::uint64_t last_epoch = 0;   // last call that used it
+    bool pending = false;          // its hook has not run
+    std::uint64_t last_epoch = 0;  // last call that used it
   };
-  std::uint64_t sequence = 0;  // low-latency calls so far; slot = sequence % kLowLatencySlots
+  std::uint64_t sequence = 0;
+  std::uint64_t counted_epoch = 0;  // last call that was counted
   Slot slots[layout::kLowLatencySlots];
   std::int64_t staging_bytes = 0;  // of one rank, all slots; equal on all ranks
   std::vector<int> segments;       // by rank: id of its staging segment
+  int spare_segment = -1;          // the newest of this rank, which a later growth may take
+  std::int64_t spare_bytes = 0;
+
   int num_pending() const;
+  std::size_t slot_bytes() const;                 // of one slot
+  std::size_t part_bytes(int num_ranks) const;    // of one writer in a slot
+  // After a reset: no call is in flight, and ranks that were away may have another idea of the staging, so the next call
+  // agrees on it anew.
+  void restart();
 };
 
 // `lock_call` is what a hook takes before it runs: returns a guard object; throws if the Buffer is failed or destroyed.
@@ -32,8 +44,15 @@ struct LowLatencyContext {
   std::function<void(const std::function<void()>&)> guarded;
 };
 
-// Called once in the Buffer's constructor (collective) and when a call needs more than there is (all ranks decide alike).
+// Collective, once, in the Buffer's constructor: staging of num_rdma_bytes, the largest that a rank asked for. Where a
+// rank cannot have it there is none yet, and the first call makes what it needs.
 void initialise(LowLatencyContext context);
+
+// Takes a slot for a call that ended in an error which every rank meets: the refused ones, and those of the
+// high-throughput mode where ranks did not make the same call. To be called once the call has its epoch; does nothing
+// for a low-latency call that came as far as taking its own.
+void skip_call(Domain& domain, LowLatencyState& state) noexcept;
+
 void validate(const Domain& domain, const LowLatencyState& state, const LowLatencyDispatchArgs& args);
 void validate(const Domain& domain, const LowLatencyState& state, const LowLatencyCombineArgs& args);
 layout::CallSignature signature(const LowLatencyDispatchArgs& args);

@@ -24,10 +24,10 @@ enum LowLatencyMeta : int {
   kLowMetaNumTokens,      // T of the owner
   kLowMetaHasWeights,
   kLowMetaXDtype,         // of the tensor given to dispatch (deep_moe::DType)
-  kLowMetaHash,
-  kLowMetaReserved0,
-  kLowMetaReserved1,
-  kLowMetaReserved2,
+  kLowMetaHash,           // of the dispatch: the same on every rank
+  kLowMetaComplete,       // 1 once the receive half has run
+  kLowMetaIdsHash,        // of this rank's topk_idx
+  kLowMetaWeightsHash,    // of this rank's topk_weights, if they were given
   kLowLatencyMetaSize,
 };
 

@@ -45,38 +45,53 @@ struct RecvBlock {
   }
 };
 
-// One low-latency slot of the staging of one rank. Dispatch: rows[R][M] with scales and metadata; combine: rows of
-// partial or expert results. The same memory serves either kind of call.
+// One low-latency slot of the staging of one rank. Each writer has its own part of it, whatever the call, so that one who
+// comes late (it has been masked, or has slept through a reset) touches nobody else's rows. Only the rows of a combine by
+// expert share the slot, for they would need R times the memory; where ranks may be masked they do not.
 struct LowLatencySlot {
-  // Dispatch part: entry (src, i) at src * M + i.
-  std::size_t row_stride = 0;   // bytes of one staged row: data, scales, then token index and local ids
-  std::size_t scale_offset = 0; // inside a row
-  std::size_t token_offset = 0; // i32 source token
-  std::size_t ids_offset = 0;   // i32[K] local expert or -1
+  // Dispatch: row i of the writer at i * row_stride.
+  std::size_t row_stride = 0;      // bytes of one staged row: data, scales, then token index, local ids and weights
+  std::size_t scale_offset = 0;    // inside a row
+  std::size_t token_offset = 0;    // i32 source token
+  std::size_t ids_offset = 0;      // i32[K] local expert or -1
   std::size_t weights_offset = 0;  // f32[K], present in every row
-  std::size_t dispatch_bytes = 0;
-  // Combine part: per-expert entry t * K + k, pre-reduced entry (holder, i) at holder * M + i; then the weights sent
-  // ahead, f32[R][M][K], addressed by (owner, i).
+  // Combine: pre-reduced row i of the writer at i * combine_row_stride of its part, then the weights that it sends ahead,
+  // f32[M][K]. Rows by expert at (t * K + k) * combine_row_stride of the slot.
   std::size_t combine_row_stride = 0;
   std::size_t weights_ahead = 0;
-  std::size_t combine_bytes = 0;
+  std::size_t part_bytes = 0;  // of one writer
   std::size_t total = 0;
 
   LowLatencySlot() = default;
   LowLatencySlot(std::int64_t num_ranks, std::int64_t max_tokens, std::int64_t topk, std::int64_t row_bytes,
                  std::int64_t scale_bytes, std::int64_t combine_row_bytes) {
+    const std::size_t tokens = static_cast<std::size_t>(max_tokens), k = static_cast<std::size_t>(topk);
     scale_offset = align_up(static_cast<std::size_t>(row_bytes), 16);
     token_offset = align_up(scale_offset + static_cast<std::size_t>(scale_bytes), 16);
     ids_offset = token_offset + 4;
-    weights_offset = ids_offset + 4 * static_cast<std::size_t>(topk);
-    row_stride = align_up(weights_offset + 4 * static_cast<std::size_t>(topk), 64);
-    dispatch_bytes = align_up(row_stride * static_cast<std::size_t>(num_ranks * max_tokens), kAlign);
+    weights_offset = ids_offset + 4 * k;
+    row_stride = align_up(weights_offset + 4 * k, 64);
     combine_row_stride = align_up(static_cast<std::size_t>(combine_row_bytes), 64);
-    const std::int64_t entries = max_tokens * (num_ranks > topk ? num_ranks : topk);
-    weights_ahead = align_up(combine_row_stride * static_cast<std::size_t>(entries), kAlign);
-    combine_bytes = align_up(weights_ahead + 4 * static_cast<std::size_t>(num_ranks * max_tokens * topk), kAlign);
-    total = dispatch_bytes > combine_bytes ? dispatch_bytes : combine_bytes;
+    weights_ahead = combine_row_stride * tokens;
+    const std::size_t combine_bytes = weights_ahead + 4 * tokens * k;
+    part_bytes = align_up(row_stride * tokens > combine_bytes ? row_stride * tokens : combine_bytes, kAlign);
+    const std::size_t parts = part_bytes * static_cast<std::size_t>(num_ranks);
+    const std::size_t by_expert = align_up(combine_row_stride * tokens * k, kAlign);
+    total = parts > by_expert ? parts : by_expert;
   }
 };
+
+// kArrival and kWeightArrival hold: 28 bits of the epoch, 16 of the signature's hash, 20 of the number of rows + 1.
+inline constexpr std::int64_t kMaxLowLatencyTokens = (std::int64_t{1} << 20) - 2;
+DM_HOST_DEVICE std::uint64_t pack_arrival(std::uint64_t epoch, std::uint64_t hash, std::uint64_t num_rows) {
+  return (epoch << 36) | ((hash & 0xffff) << 20) | (num_rows + 1);
+}
+DM_HOST_DEVICE bool arrival_is_of(std::uint64_t word, std::uint64_t epoch) {
+  return (word >> 36) == (epoch & 0xfffffff) && (word & 0xfffff) != 0;
+}
+DM_HOST_DEVICE bool arrival_has_hash(std::uint64_t word, std::uint64_t hash) {
+  return ((word >> 20) & 0xffff) == (hash & 0xffff);
+}
+DM_HOST_DEVICE std::int64_t arrival_rows(std::uint64_t word) { return static_cast<std::int64_t>(word & 0xfffff) - 1; }
 
 }  // namespace deep_moe::layout

@@ -6,6 +6,8 @@ means.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ._native import __version__
 from .buffer import Buffer
 from .comm import thread_comms
@@ -44,3 +46,11 @@ __all__ = [
     "thread_comms",
     "topk_idx_t",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "reference":
+        import importlib
+
+        return importlib.import_module(".reference", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

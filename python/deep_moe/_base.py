@@ -75,7 +75,7 @@ class BufferBase:
     ) -> None:
         """Collective over the group. See :class:`deep_moe.Buffer`."""
         ranks = comm_of(group, comm)
-        self.group = group
+        self.group = group if group is not None else comm
         self.rank = ranks.Get_rank()
         self.group_size = ranks.Get_size()
         problem: Exception | None = None

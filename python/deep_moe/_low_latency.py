@@ -59,9 +59,9 @@ class LowLatencyCalls(BufferBase):
             ``(recv_x, recv_count, handle, event, hook)``
 
             - recv_x: ``[L, R*M, H]`` of x's dtype; with fp8 a pair of float8_e4m3fn ``[L, R*M, H]`` and
-              scales ``[L, R*M, H/128]`` float32 (``[L, R*M, H/512]`` int32 with ue8m0), column-major in the last two
-              dims. Rows of an expert are ordered by source rank, then source token; rows past the count are
-              unspecified;
+              scales ``[L, R*M, H/128]`` float32 (``[L, R*M, H/512]`` int32 with ue8m0), column-major in the
+              last two dims. Rows of an expert are ordered by source rank, then source token; rows past the
+              count are unspecified;
             - recv_count: ``[L]`` int32, the rows of each local expert;
             - handle: for :meth:`low_latency_combine`;
             - event: its ``.event`` is None unless ``async_finish``;

@@ -54,7 +54,8 @@ class Buffer(LowLatencyCalls):
         timeout: seconds after which a wait for a peer raises DeepMoeTimeoutError.
 
     Attributes:
-        group, rank, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode, device: as given.
+        group, rank, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode, device: as given; with
+            ``comm`` alone, group is that.
         num_sms: of the class; what :meth:`set_num_sms` has set.
         runtime: the compiled object behind this one.
 

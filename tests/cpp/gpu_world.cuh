@@ -178,15 +178,17 @@ class World {
 
   // Waits as a host would: for a word of mapped memory with the tag of the call.
   std::uint32_t wait_host(int r, std::uint64_t& word, std::uint32_t sequence) {
+    const auto load = [&] { return std::atomic_ref<std::uint64_t>(word).load(std::memory_order_acquire); };
+    std::uint64_t value = load();
+    if (layout::has_tag(value, sequence)) return layout::tagged_count(value);
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
-    while (true) {
-      const std::uint64_t value = std::atomic_ref<std::uint64_t>(word).load(std::memory_order_acquire);
-      if (layout::has_tag(value, sequence)) return layout::tagged_count(value);
+    while (!layout::has_tag(value = load(), sequence)) {
       if (std::chrono::steady_clock::now() > give_up) {
         throw std::runtime_error("rank " + std::to_string(r) + ": no word with sequence " + std::to_string(sequence));
       }
       std::this_thread::yield();
     }
+    return layout::tagged_count(value);
   }
   layout::NotifyOutcome wait_outcome(int r, std::uint32_t sequence) {
     return static_cast<layout::NotifyOutcome>(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -30,6 +33,7 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text())
     assert document["checks"]
     assert all(check["passed"] for check in document["checks"])
+    assert done.stderr == ""
     document["stdout"] = done.stdout
     return document
 
@@ -158,6 +162,23 @@ def test_a_broken_rank_fails_the_run(monkeypatch: pytest.MonkeyPatch, how: str, 
     assert text in done.stderr
     assert ("FAILED" in done.stdout) == (how == "wrong")
     assert time.monotonic() - begin < 90
+
+
+def test_progress_shows_on_a_terminal_alone() -> None:
+    """Standard error is a pseudo-terminal here; in all other tests it is a pipe, where nothing may appear."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "deep_moe", "bench", *SMALL, "--mode", "ht", "--iters", "100"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "xterm"}
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # a pseudo-terminal ends with EIO
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert process.wait() == 0, shown
+    assert b"time HT bf16" in shown
 
 
 def test_import_of_the_package_loads_no_command_line() -> None:

@@ -85,6 +85,39 @@ def test_a_missing_driver_is_one_line_with_advice() -> None:
     assert "is not on this machine" in probes.probe_cuda("libno_such_driver.so.1").problem
 
 
+DRIVER = """
+static int status = STATUS;
+int cuInit(unsigned flags) { return flags ? 1 : status; }
+int cuDriverGetVersion(int* version) { *version = 12040; return 0; }
+int cuDeviceGetCount(int* count) { *count = 3; return 0; }
+int cuDeviceGet(int* device, int ordinal) { *device = 70 + ordinal; return 0; }
+int cuDeviceGetName(char* name, int size, int device) {
+  name[0] = 'G';
+  name[1] = device - 22;
+  name[2] = 0;
+  return size < 3;
+}
+int cuDeviceCanAccessPeer(int* can, int device, int peer) { *can = device + peer != 70 + 72; return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (0, probes.CudaProbe(version=12040, gpus=["G0", "G1", "G2"], blocked=[(0, 2), (2, 0)])),
+        (100, probes.CudaProbe(version=12040)),
+        (803, probes.CudaProbe(problem="cuInit failed with error 803")),
+    ],
+)
+def test_driver_is_asked_for_gpus_and_peer_access(
+    tmp_path: Path, status: int, expected: probes.CudaProbe
+) -> None:
+    library = tmp_path / "libdriver.so"
+    (tmp_path / "driver.c").write_text(DRIVER.replace("STATUS", str(status)))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    assert probes.probe_cuda(str(library)) == expected
+
+
 def test_limits_that_are_low_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "limit", lambda name: 256)
     lines = by_name(doctor.find_limits())

@@ -105,27 +105,21 @@ __device__ __forceinline__ std::uint32_t sum_warps(
   return sum;
 }
 
-// Counts the tokens of a block: experts into `expert_counts` (shared, zeroed here), ranks into warp_counts[0]. Leaves
-// the mask of the thread's token of chunk 0 in `*first_mask`, and calls each_token(t, mask) for every token. Ends
-// without a barrier.
-template <typename Id, typename EachToken>
+// Counts the tokens of a block: experts into `expert_counts` (shared, zeroed here), ranks into warp_counts[0]. Calls
+// each(chunk, t, mask) in every thread for every chunk; the mask of a token past the range is 0. Ends without a
+// barrier.
+template <typename Id, typename Each>
 __device__ void count_tokens(const TopkIds& ids, const layout::ExpertBlocks& experts, const TokenRange& range,
-                             std::uint32_t* expert_counts, WarpCounts& warp_counts, std::uint64_t* first_mask,
-                             EachToken each_token) {
+                             std::uint32_t* expert_counts, WarpCounts& warp_counts, Each each) {
   for (int e = threadIdx.x; e < experts.num_experts; e += NotifyTuning::kThreads) expert_counts[e] = 0;
   __syncthreads();
   std::uint32_t counts[kRanksPerLane] = {};
-  std::uint64_t mask = 0;
-  for (int chunk = range.num_chunks - 1; chunk >= 0; --chunk) {
+  for (int chunk = 0; chunk < range.num_chunks; ++chunk) {
     const std::int64_t t = range.token(chunk);
-    mask = 0;
-    if (t < range.end) {
-      mask = rank_mask<Id, true>(ids, experts, t, expert_counts);
-      each_token(t, mask);
-    }
+    const std::uint64_t mask = t < range.end ? rank_mask<Id, true>(ids, experts, t, expert_counts) : 0;
+    each(chunk, t, mask);
     count_ranks(mask, experts.num_ranks, counts);
   }
-  *first_mask = mask;
   share_counts(counts, warp_counts[0]);
 }
 

@@ -14,7 +14,7 @@ namespace {
 
 // Blocks 0 .. n - 2 read ids, in order of tokens; the last one gathers.
 template <typename Id>
-__global__ void __launch_bounds__(NotifyTuning::kThreads)
+__global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
     notify_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ NotifyArgs args) {
   extern __shared__ std::uint32_t dynamic_shared[];
   __shared__ NotifyShared shared;

@@ -12,8 +12,9 @@ namespace deep_moe::kernels {
 // Static shared memory of either kind of block.
 struct NotifyShared {
   WarpCounts warp_counts;
-  std::uint32_t block_rows[layout::kMaxKernelRanks];  // of this block, by destination
-  std::uint32_t first_row[layout::kMaxKernelRanks];   // of the blocks before it
+  std::uint64_t masks[NotifyTuning::kKeptChunks][NotifyTuning::kThreads];  // ranks of each token; read by who wrote it
+  std::uint32_t block_rows[layout::kMaxKernelRanks];                       // of this block, by destination
+  std::uint32_t first_row[layout::kMaxKernelRanks];                        // of the blocks before it
 };
 
 // Dynamic shared memory: a count for each expert, and the matrix of the gathering block behind it.
@@ -77,7 +78,7 @@ __device__ __forceinline__ bool wait_for_lower_blocks(const WaitScope& scope, in
 // L6: where each token of the block lies among this rank's rows for each rank, in token order.
 template <typename Id>
 __device__ void write_positions(const NotifyArgs& args, const layout::ExpertBlocks& experts, const TokenRange& range,
-                                std::uint64_t mask, NotifyShared& shared) {
+                                NotifyShared& shared) {
   const int num_ranks = experts.num_ranks, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::uint32_t lower_lanes = (1u << lane) - 1;
   std::uint32_t base[kRanksPerLane];
@@ -86,7 +87,12 @@ __device__ void write_positions(const NotifyArgs& args, const layout::ExpertBloc
   for (int chunk = 0; chunk < range.num_chunks; ++chunk) {
     const std::int64_t t = range.token(chunk);
     const bool inside = t < range.end;
-    if (chunk > 0) mask = inside ? rank_mask<Id, false>(args.ids, experts, t, nullptr) : 0;
+    std::uint64_t mask = 0;
+    if (chunk < NotifyTuning::kKeptChunks) {
+      mask = shared.masks[chunk][threadIdx.x];
+    } else if (inside) {
+      mask = rank_mask<Id, false>(args.ids, experts, t, nullptr);
+    }
 
     std::uint32_t counts[kRanksPerLane] = {}, start[kRanksPerLane];
     count_ranks(mask, num_ranks, counts);
@@ -122,9 +128,10 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
   const TokenRange range(args.ids.num_tokens, block, num_blocks);
 
   // L1: count.
-  std::uint64_t mask;
-  count_tokens<Id>(args.ids, experts, range, expert_counts, shared.warp_counts, &mask,
-                   [](std::int64_t, std::uint64_t) {});
+  count_tokens<Id>(args.ids, experts, range, expert_counts, shared.warp_counts,
+                   [&](int chunk, std::int64_t, std::uint64_t mask) {
+                     if (chunk < NotifyTuning::kKeptChunks) shared.masks[chunk][threadIdx.x] = mask;
+                   });
   if (__syncthreads_or(failed != 0)) return;
 
   // L2: this block's rows, for the blocks after it.
@@ -147,7 +154,7 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
       if (peer == 0 && args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(rows);
     }
   }
-  write_positions<Id>(args, experts, range, mask, shared);
+  write_positions<Id>(args, experts, range, shared);
 }
 
 // G1: what this rank does in this epoch, to one peer.
@@ -200,14 +207,15 @@ __device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_lo
   const DeviceDomain& domain = scope.domain;
   const int num_ranks = domain.num_ranks, words_per_src = num_ranks + num_local_experts;
   const int num_words = num_ranks * words_per_src;
+  const auto address_of = [&](int item) {
+    return domain.words.rank_words(scope.mine(), scope.epoch, item / words_per_src) + item % words_per_src;
+  };
   for (int first = threadIdx.x; first < num_words; first += kThreads * kBatch) {
-    const std::uint64_t* address[kBatch];
-    std::uint64_t word[kBatch];
+    std::uint64_t word[kBatch] = {};
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int item = min(first + i * kThreads, num_words - 1);
-      address[i] = domain.words.rank_words(scope.mine(), scope.epoch, item / words_per_src) + item % words_per_src;
-      word[i] = ptx::ld_relaxed_sys(address[i]);
+      const int item = first + i * kThreads;
+      if (item < num_words) word[i] = ptx::ld_relaxed_sys(address_of(item));
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -216,9 +224,9 @@ __device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_lo
       const int src = item / words_per_src, index = item % words_per_src;
       std::uint64_t value = word[i];
       if (!layout::has_tag(value, scope.epoch)) {
-        const std::uint64_t* slow = address[i];
+        const std::uint64_t* address = address_of(item);
         if (!wait_for_tag(
-                scope, layout::WaitPhase::kCountWords, src, [=] { return ptx::ld_relaxed_sys(slow); }, &value))
+                scope, layout::WaitPhase::kCountWords, src, [=] { return ptx::ld_relaxed_sys(address); }, &value))
           return false;
       }
       const std::uint32_t count = layout::tagged_count(value);

@@ -8,7 +8,7 @@ import torch
 
 from .experts import cast_fp8, uncast_fp8
 from .inputs import Inputs
-from .jobs import Chain, Check, Context, Traffic, copy_chains, expected_echo, time_pair
+from .jobs import PAIR, Chain, Check, Context, Traffic, copy_chains, expected_echo
 from .options import BenchOptions
 
 
@@ -25,7 +25,7 @@ def payload_bytes(options: BenchOptions, fp8: bool) -> int:
 class HtJob:
     """High throughput: rows in the run's type, or cast to fp8 by the caller before dispatch."""
 
-    num_chains = 4
+    num_chains = 8
 
     def __init__(self, context: Context, fp8: bool = False) -> None:
         self._context, self._fp8 = context, fp8
@@ -82,13 +82,14 @@ class HtJob:
         del first
         checks = []
         for place, y in (("heap", heap), ("ordinary tensor", ordinary)):
-            times = time_pair(context, self._step_dispatch, self._step_combine(y), self._clear)
+            marks = context.timer.chain([self._step_dispatch, self._step_combine(y)], self._clear)
             chains.append(
                 Chain(
                     f"{self.name}, {place}",
                     "deep_moe",
                     self.name,
-                    times,
+                    PAIR,
+                    marks,
                     rows={"dispatch": traffic.received, "combine": traffic.summed},
                     link_bytes={
                         "dispatch": traffic.received_remote * row_bytes,
@@ -118,7 +119,7 @@ class HtJob:
 class LlJob:
     """Low latency: packed rows a local expert; with ``fp8`` the library casts while it sends."""
 
-    num_chains = 3
+    num_chains = 7
 
     def __init__(self, context: Context, fp8: bool = False) -> None:
         self._context, self._fp8 = context, fp8
@@ -178,13 +179,13 @@ class LlJob:
         packed, row_bytes = sum(counts), payload_bytes(options, self._fp8)
         combine_bytes = (packed + len(self._inputs.x)) * options.row_bytes // 2
         chains = copy_chains(context, self.name, packed * row_bytes, combine_bytes)
-        times = time_pair(context, self._step_dispatch, self._step_combine(y), self._clear)
+        marks = context.timer.chain([self._step_dispatch, self._step_combine(y)], self._clear)
         link_bytes = {
             "dispatch": traffic.received_remote * row_bytes,
             "combine": traffic.summed_remote * options.row_bytes,
         }
         rows = {"dispatch": packed, "combine": packed}
-        chains.append(Chain(self.name, "deep_moe", self.name, times, rows, link_bytes))
+        chains.append(Chain(self.name, "deep_moe", self.name, PAIR, marks, rows, link_bytes))
         valid = self._seen.topk_weights.masked_fill(self._seen.topk_idx < 0, 0.0)
         expected = self._seen.x.float() * valid.sum(dim=1, keepdim=True)
         checks = [context.check(f"{self.name}, timed pairs", self._out[0], expected)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class Check:
 
 @dataclass
 class Chain:
-    """Times of one chain of steps on one rank, with the rows and bytes that it moves there.
+    """Marks of the clock for one chain of steps on one rank, with the rows and bytes that it moves there.
 
     ``kind`` is ``deep_moe``, ``memcpy``, ``gloo`` or ``layer``; ``limit`` names the memcpy chains of the same
     bytes.
@@ -42,7 +42,8 @@ class Chain:
     name: str
     kind: str
     limit: str
-    us: dict[str, list[float]]
+    steps: list[str]
+    marks: list[list[float]]
     rows: dict[str, int] = field(default_factory=dict)
     link_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -100,39 +101,41 @@ class Traffic:
         return Traffic(int(received.sum()), int(sent.sum()), int(received.sum()) - own, int(sent.sum()) - own)
 
 
-def time_pair(
-    context: Context,
-    dispatch: Callable[[], object],
-    combine: Callable[[], object],
-    before: Callable[[], object] | None,
-) -> dict[str, list[float]]:
-    """Times dispatch, combine and the pair of both."""
-    times = context.timer.chain([dispatch, combine], before)
-    return {"dispatch": times[0], "combine": times[1], "pair": times[2]}
+PAIR = ["dispatch", "combine"]
 
 
 def copy_chains(context: Context, limit: str, dispatch_bytes: int, combine_bytes: int) -> list[Chain]:
-    """Times memcpy of the bytes of a pair in two ways; the report takes the faster one as the limit.
+    """Times memcpy of the bytes of dispatch, combine and a pair, in two ways; the faster one is the limit.
 
-    ``combine_bytes`` is half of all that combine reads and writes, for a memcpy of n bytes reads n and writes
-    n.
+    ``combine_bytes`` is half of all that combine reads and writes, for a memcpy of n bytes reads n and
+    writes n. Each is a chain of its own, as copying ranks do not keep step with each other.
     """
     chains = []
     for whole in (False, True):
-        copies = [PlainCopy(count, context.device, whole) for count in (dispatch_bytes, combine_bytes)]
+        dispatch, combine = (
+            PlainCopy(count, context.device, whole) for count in (dispatch_bytes, combine_bytes)
+        )
         name = f"memcpy {'as a whole' if whole else 'in 1 MB pieces'} ({limit})"
-        chains.append(Chain(name, "memcpy", limit, time_pair(context, copies[0], copies[1], None)))
+        for step, copies in (("dispatch", [dispatch]), ("combine", [combine]), ("pair", [dispatch, combine])):
+            marks = context.timer.chain([partial(run_all, copies)])
+            chains.append(Chain(name, "memcpy", limit, [step], marks))
     return chains
+
+
+def run_all(steps: list[PlainCopy]) -> None:
+    """Runs one copy after another."""
+    for step in steps:
+        step()
 
 
 class LayerJob:
     """The parts of the layer that move no rows between ranks: gate and experts."""
 
     name = "gate and experts"
-    num_chains = 1
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.num_chains = 1 if context.inputs.gate is None else 2
 
     def check(self) -> list[Check]:
         """Nothing to compare: the other jobs check whole layers."""
@@ -154,11 +157,12 @@ class LayerJob:
             return context.bank.weighted_rows(recv_x, recv_idx, recv_weights)
 
         gate = inputs.gate
-        if gate is None:
-            times = context.timer.chain([experts])
-            return [Chain("layer", "layer", "", {"experts": times[0]}, rows)], []
-        times = context.timer.chain([lambda: gate_routes(context.options, inputs.x, gate), experts])
-        return [Chain("layer", "layer", "", {"gate": times[0], "experts": times[1]}, rows)], []
+        chains = []
+        if gate is not None:
+            marks = context.timer.chain([lambda: gate_routes(context.options, inputs.x, gate)])
+            chains.append(Chain("layer", "layer", "", ["gate"], marks, rows))
+        chains.append(Chain("layer", "layer", "", ["experts"], context.timer.chain([experts]), rows))
+        return chains, []
 
 
 class GlooJob:
@@ -195,13 +199,14 @@ class GlooJob:
             assert self._received is not None
             self._out = gloo_combine(self._received[0].x, self._received[1])
 
-        times = time_pair(context, dispatch, combine, self._clear)
+        marks = context.timer.chain([dispatch, combine], self._clear)
         traffic = Traffic.of(context.inputs, context)
         chain = Chain(
             "gloo all_to_all_single",
             "gloo",
             f"HT {options.dtype}",
-            times,
+            PAIR,
+            marks,
             rows={"dispatch": traffic.received, "combine": traffic.summed},
             link_bytes={
                 "dispatch": traffic.received_remote * options.row_bytes,

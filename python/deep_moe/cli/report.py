@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .options import BenchOptions
-from .timing import makespans, median
+from .timing import chain_times, median
 
 TARGET_SHARE = 0.5
 
@@ -18,9 +19,10 @@ TARGET_SHARE = 0.5
 class Row:
     """One line of the table.
 
-    ``us`` is the median over the iterations of the slowest rank's time; ``rows`` and ``link_bytes`` are means
-    over the ranks; ``copy_us`` is the time of memcpy for the same bytes and ``share`` = copy_us / us (None
-    where there is none). Rows of equal ``work`` move the same rows.
+    ``us`` is the median over the iterations, until the last rank is ready; ``rank_us`` are medians of each
+    rank's own time. ``rows`` and ``link_bytes`` are means over the ranks. ``copy_us`` is the time of memcpy
+    for the same bytes and ``share`` = copy_us / us (None where there is none). Rows of equal ``work`` move
+    the same rows.
     """
 
     name: str
@@ -49,42 +51,44 @@ class CheckRow:
 
 def assemble_rows(results: Sequence[dict[str, Any]]) -> list[Row]:
     """Merges the ranks' chains, which are the same in number and order on each."""
-    by_rank = [result["chains"] for result in results]
-    chains = list(zip(*by_rank, strict=True))
+    rows = []
+    for of_ranks in zip(*(result["chains"] for result in results), strict=True):
+        rows += _rows_of_chain(of_ranks)
     limits: dict[tuple[str, str], float] = {}
-    for chain in chains:
-        if chain[0]["kind"] == "memcpy":
-            for step in chain[0]["us"]:
-                key = (chain[0]["limit"], step)
-                limits[key] = min(limits.get(key, float("inf")), _median_makespan(chain, step))
-    return [_make_row(chain, step, limits) for chain in chains for step in chain[0]["us"]]
+    for row in rows:
+        if row.kind == "memcpy":
+            limits[row.work, row.step] = min(limits.get((row.work, row.step), math.inf), row.us)
+    for row in rows:
+        if row.kind in ("deep_moe", "gloo") and (row.work, row.step) in limits:
+            row.copy_us = limits[row.work, row.step]
+            row.share = row.copy_us / row.us
+    return rows
 
 
-def _median_makespan(chain: Sequence[dict[str, Any]], step: str) -> float:
-    return median(makespans([of_rank["us"][step] for of_rank in chain]))
+def _rows_of_chain(of_ranks: Sequence[dict[str, Any]]) -> list[Row]:
+    steps, whole = chain_times([chain["marks"] for chain in of_ranks])
+    rows = [_make_row(of_ranks, step, i, i + 1, steps[i]) for i, step in enumerate(of_ranks[0]["steps"])]
+    return [*rows, _make_row(of_ranks, "pair", 0, -1, whole)] if len(rows) > 1 else rows
 
 
-def _make_row(chain: Sequence[dict[str, Any]], step: str, limits: dict[tuple[str, str], float]) -> Row:
-    first = chain[0]
-    us = _median_makespan(chain, step)
-    rank_us = [median(of_rank["us"][step]) for of_rank in chain]
-    parts = list(first["link_bytes"]) if step == "pair" else [step] if step in first["link_bytes"] else []
+def _make_row(of_ranks: Sequence[dict[str, Any]], step: str, begin: int, end: int, times: list[float]) -> Row:
+    first, us = of_ranks[0], median(times)
+    rank_us = [median([marks[end] - marks[begin] for marks in chain["marks"]]) for chain in of_ranks]
+    parts = [part for part in first["link_bytes"] if step in (part, "pair")]
     link_bytes = (
-        _mean([sum(of_rank["link_bytes"][part] for part in parts) for of_rank in chain]) if parts else None
+        _mean([sum(chain["link_bytes"][part] for part in parts) for chain in of_ranks]) if parts else None
     )
-    rows = _mean([of_rank["rows"][step] for of_rank in chain]) if step in first["rows"] else None
-    copy_us = limits.get((first["limit"], step)) if first["kind"] in ("deep_moe", "gloo") else None
     return Row(
         name=first["name"],
         step=step,
         kind=first["kind"],
         work=first["limit"],
         us=us,
-        rows=rows,
+        rows=_mean([chain["rows"][step] for chain in of_ranks]) if step in first["rows"] else None,
         link_bytes=link_bytes,
-        gb_per_s=link_bytes / us / 1e3 if link_bytes and us else None,
-        copy_us=copy_us,
-        share=copy_us / us if copy_us is not None and us else None,
+        gb_per_s=link_bytes / us / 1e3 if link_bytes else None,
+        copy_us=None,
+        share=None,
         slowest_rank=rank_us.index(max(rank_us)),
         rank_us=rank_us,
     )
@@ -270,4 +274,4 @@ def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
         )
     axes.set_yticks(places, [f"{row.name}: {row.step}" for row in rows], fontsize=8)
     axes.margins(x=0.1)
-    axes.set_xlabel("us (median over the iterations, slowest rank)", fontsize=8)
+    axes.set_xlabel("us (median over the iterations, until the last rank is ready)", fontsize=8)

@@ -66,13 +66,12 @@ class StepTimer:
         return time.perf_counter() * 1e6
 
     def chain(self, steps: Sequence[Step], before: Step | None = None) -> list[list[float]]:
-        """Runs ``steps`` one after another, each chain behind a barrier, and returns their times in
-        microseconds.
+        """Runs ``steps`` one after another, each chain behind a barrier; returns the clock's marks in us.
 
-        The lists are those of each step and, last, of the whole chain; warm-up runs are left out. ``before``
-        runs ahead of the barrier and is not timed.
+        For each iteration (the warm-up is left out) the start, and the end of each step. ``before`` runs
+        ahead of the barrier.
         """
-        times: list[list[float]] = [[] for _ in range(len(steps) + 1)]
+        marks_of_iterations = []
         for iteration in range(self.runs_a_chain):
             if before is not None:
                 before()
@@ -88,10 +87,8 @@ class StepTimer:
             finally:
                 gc.enable()
             if iteration >= self._warmup:
-                for i in range(len(steps)):
-                    times[i].append(marks[i + 1] - marks[i])
-                times[-1].append(marks[-1] - marks[0])
-        return times
+                marks_of_iterations.append(marks)
+        return marks_of_iterations
 
 
 class PlainCopy:
@@ -116,9 +113,22 @@ class PlainCopy:
                 target.copy_(source)
 
 
-def makespans(times_of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Returns, for each iteration, the time of its slowest rank."""
-    return [max(times) for times in zip(*times_of_ranks, strict=True)]
+def chain_times(marks_of_ranks: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], list[float]]:
+    """Returns the times of each step, and those of the whole chain, a value an iteration.
+
+    The whole is from the first rank's start to the last rank's end; a step ends when the last rank has ended
+    it and begins where the step before has ended, so that the steps add up to the whole. The ranks are
+    processes of one machine and share its monotonic clock.
+    """
+    steps: list[list[float]] = [[] for _ in marks_of_ranks[0][0][1:]]
+    whole = []
+    for marks_of_iteration in zip(*marks_of_ranks, strict=True):
+        starts, *ends_of_steps = zip(*marks_of_iteration, strict=True)
+        ends = [min(starts), *(max(ends) for ends in ends_of_steps)]
+        for step, times in enumerate(steps):
+            times.append(ends[step + 1] - ends[step])
+        whole.append(ends[-1] - ends[0])
+    return steps, whole
 
 
 def median(values: Sequence[float]) -> float:
