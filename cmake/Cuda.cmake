@@ -20,6 +20,15 @@ else()
   message(FATAL_ERROR "DEEP_MOE_CUDA is '${DEEP_MOE_CUDA}'; allowed: AUTO, ON, OFF")
 endif()
 
+# Leaves this file: no CUDA in this build, or an error if it was asked for.
+macro(deep_moe_no_cuda summary advice)
+  if(cuda_required)
+    message(FATAL_ERROR "DEEP_MOE_CUDA=ON, but ${summary}. ${advice}")
+  endif()
+  set(DEEP_MOE_CUDA_SUMMARY "OFF (${summary})")
+  return()
+endmacro()
+
 # nvcc: CMAKE_CUDA_COMPILER, then CUDACXX, then PATH, then the usual places.
 if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
   find_program(DEEP_MOE_NVCC nvcc PATHS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin)
@@ -34,37 +43,29 @@ endif()
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
-  set(DEEP_MOE_CUDA_SUMMARY "OFF (no working nvcc found)")
-  if(cuda_required)
-    message(FATAL_ERROR "DEEP_MOE_CUDA=ON, but no working nvcc was found. Put nvcc on PATH, or set CUDACXX to it; "
-                        "-DDEEP_MOE_CUDA=OFF builds the CPU backend alone.")
-  endif()
-  return()
+  deep_moe_no_cuda("no working nvcc was found" "Put nvcc on PATH or set CUDACXX to it; -DDEEP_MOE_CUDA=OFF builds without.")
 endif()
 
-# The architectures. 90a and 100a code runs on those chips alone, so one plain PTX target covers what comes after.
-# Given by -DDEEP_MOE_CUDA_ARCHITECTURES, else by the environment variable of that name, else everything we tune for.
-if(NOT DEFINED DEEP_MOE_CUDA_ARCHITECTURES AND DEFINED ENV{DEEP_MOE_CUDA_ARCHITECTURES})
-  set(DEEP_MOE_CUDA_ARCHITECTURES "$ENV{DEEP_MOE_CUDA_ARCHITECTURES}")
-endif()
 # enable_language() asks for some architecture to try the compiler with; our targets set their own.
 if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES OFF)
 endif()
 enable_language(CUDA)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.4)
-  set(DEEP_MOE_CUDA_SUMMARY "OFF (nvcc ${CMAKE_CUDA_COMPILER_VERSION} is older than 12.4)")
-  if(cuda_required)
-    message(FATAL_ERROR "DEEP_MOE_CUDA=ON needs nvcc 12.4 or newer; ${CMAKE_CUDA_COMPILER} is "
-                        "${CMAKE_CUDA_COMPILER_VERSION}")
+  deep_moe_no_cuda("${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}" "12.4 is the oldest that serves.")
+endif()
+
+# The architectures. 90a and 100a code runs on those chips alone, so one plain PTX target covers what comes after.
+# Given by -DDEEP_MOE_CUDA_ARCHITECTURES, else by the environment variable of that name, else everything we tune for.
+if(NOT "$ENV{DEEP_MOE_CUDA_ARCHITECTURES}" STREQUAL "")
+  set(default_architectures "$ENV{DEEP_MOE_CUDA_ARCHITECTURES}")
+else()
+  set(default_architectures 80-real 90a-real)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    list(APPEND default_architectures 100a-real)
   endif()
-  return()
+  list(APPEND default_architectures 90-virtual)
 endif()
-set(default_architectures 80-real 90a-real)
-if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-  list(APPEND default_architectures 100a-real)
-endif()
-list(APPEND default_architectures 90-virtual)
 set(DEEP_MOE_CUDA_ARCHITECTURES "${default_architectures}"
     CACHE STRING "GPU architectures, in the form of CMAKE_CUDA_ARCHITECTURES")
 
@@ -76,12 +77,7 @@ find_library(
   PATH_SUFFIXES lib64 lib targets/${CMAKE_SYSTEM_PROCESSOR}-linux/lib)
 mark_as_advanced(DEEP_MOE_CUDART_STATIC)
 if(NOT DEEP_MOE_CUDART_STATIC)
-  set(DEEP_MOE_CUDA_SUMMARY "OFF (libcudart_static.a not found)")
-  if(cuda_required)
-    message(FATAL_ERROR "DEEP_MOE_CUDA=ON, but libcudart_static.a was not found beside ${CMAKE_CUDA_COMPILER}; "
-                        "set -DDEEP_MOE_CUDART_STATIC=FILE")
-  endif()
-  return()
+  deep_moe_no_cuda("libcudart_static.a was not found beside ${CMAKE_CUDA_COMPILER}" "Set -DDEEP_MOE_CUDART_STATIC=FILE.")
 endif()
 add_library(deep_moe::cudart STATIC IMPORTED GLOBAL)
 set_target_properties(

@@ -28,5 +28,7 @@ if(DEEP_MOE_WITH_CUDA) # what deep_moe._C.build_info() tells
                                         DEEP_MOE_CUDA_ARCHS="${architectures}")
 endif()
 # Nothing of the archives (the CUDA runtime among them) is visible to other modules of the process.
-target_link_options(_C PRIVATE LINKER:--exclude-libs,ALL)
+set(exports "${PROJECT_SOURCE_DIR}/cmake/module.map")
+target_link_options(_C PRIVATE "LINKER:--version-script=${exports}")
+set_property(TARGET _C APPEND PROPERTY LINK_DEPENDS "${exports}")
 install(TARGETS _C LIBRARY DESTINATION .)

@@ -19,13 +19,17 @@ TESTS = Path(__file__).parent
 # Forked ranks must not inherit a pool of threads, and there are more ranks than cores anyway.
 torch.set_num_threads(1)
 
-# A few hundred examples over all property tests in a normal run, always the same; new ones every night.
+# A few hundred examples over all property tests in a normal run, always the same; new ones every night. An
+# example that hangs costs seconds, so only "nightly" and "shrink" go on to look for a smaller one that fails.
 _common = {
     "deadline": None,
     "print_blob": True,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 }
-hypothesis.settings.register_profile("default", max_examples=100, derandomize=True, database=None, **_common)
+_every_run = {**_common, "max_examples": 100, "derandomize": True, "database": None}
+_no_shrinking = [phase for phase in hypothesis.Phase if phase.name in ("explicit", "generate")]
+hypothesis.settings.register_profile("default", phases=_no_shrinking, **_every_run)
+hypothesis.settings.register_profile("shrink", **_every_run)
 hypothesis.settings.register_profile("nightly", max_examples=2000, **_common)
 hypothesis.settings.load_profile(os.environ.get("DEEP_MOE_HYPOTHESIS_PROFILE", "default"))
 

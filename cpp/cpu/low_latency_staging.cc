@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "cpu/low_latency_call.hpp"
@@ -116,8 +117,8 @@ bool has_moved_on(Domain& domain, int peer, std::uint64_t epoch) {
   return load_acquire(domain.mine().announce(epoch + 1, peer).epoch) > epoch;
 }
 
-// Throws if a peer whose arrival is missing has refused the call or made another one. A rank that found that out while
-// it was sending has given up: its rows will never come, and whose fault it was must be looked for elsewhere.
+// Throws if a peer whose arrival is missing has refused the call or made another one, or has given it up because it saw
+// that of a third rank while it was sending. (Where ranks may be masked, one that has gone on may have masked this one.)
 void check_peers(Domain& domain, const SlotUse& use, Region region) {
   for (int peer = 0; peer < domain.num_ranks(); ++peer) {
     if (peer == domain.rank() || domain.masked(peer)) continue;
@@ -127,7 +128,7 @@ void check_peers(Domain& domain, const SlotUse& use, Region region) {
     const std::uint64_t before_reuse = use.epoch + layout::kAnnounceDepth - 1;
     if (load_acquire(domain.mine().announce(before_reuse, peer).epoch) < before_reuse)
       domain.check_announcement(peer, use.epoch);
-    if (gone)
+    if (gone && !domain.options().enable_shrink)
       throw PeerRefusedError("rank " + std::to_string(peer) + " gave up its " + use.call + " (call " +
                              std::to_string(use.epoch) + ") and has gone on to later calls");
   }

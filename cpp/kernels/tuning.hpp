@@ -14,8 +14,8 @@ struct NotifyTuning {
   static constexpr int kAutoBlocks = 32;  // most blocks that read ids, if the caller does not say
   static constexpr int kKeptChunks = 4;   // chunks of tokens whose ranks a block remembers instead of reading ids again
   static constexpr int kIdsInFlight = 8;  // ids of a token loaded before the first is used
-  static constexpr int kWordsInFlight = 8;  // words of peers loaded before the first is checked
-  static constexpr int kSumsInFlight = 8;   // sums added to before the first answer is used
+  static constexpr int kWordsInFlight = 4;  // words of peers loaded before the first is checked
+  static constexpr int kSumsInFlight = 4;   // sums added to before the first answer is used
 };
 
 static_assert(NotifyTuning::kThreads >= layout::kMaxKernelRanks, "one thread a rank");

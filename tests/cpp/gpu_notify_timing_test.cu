@@ -78,17 +78,16 @@ struct Single {
 Single single_call(World& world) {
   const int R = world.num_ranks();
   std::vector<std::vector<double>> events(R), host(R);
-  std::atomic<int> arrived{0};
+  Meeting together(R);
   run(R, [&](int r) {
+    const Meeting::Leave leave{together};
     Rank& rank = world.rank(r);
     cudaEvent_t begin, end;
     cuda(cudaEventCreate(&begin));
     cuda(cudaEventCreate(&end));
     const layout::ExpertBlocks experts(world.num_experts(), R);
     for (int i = 1; i <= 60; ++i) {
-      ++arrived;
-      while (arrived < i * R) {
-      }
+      together.wait();
       const auto start = std::chrono::steady_clock::now();
       cuda(cudaEventRecord(begin, rank.stream));
       kernels::notify(rank.domain, world.args(r, static_cast<std::uint32_t>(i)), rank.stream);

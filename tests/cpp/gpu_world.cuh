@@ -231,6 +231,28 @@ inline void run(int num_ranks, const std::function<void(int)>& body) {
   }
 }
 
+// All ranks wait here for each other, as often as they like. One that throws lets the others go: each holds a Leave.
+class Meeting {
+ public:
+  explicit Meeting(int num_ranks) : num_ranks_(num_ranks) {}
+  void wait() {
+    const std::int64_t all = (arrived_.fetch_add(1) / num_ranks_ + 1) * num_ranks_;
+    while (arrived_ < all && !left_) std::this_thread::yield();
+  }
+  struct Leave {
+    Meeting& meeting;
+    int exceptions = std::uncaught_exceptions();
+    ~Leave() {
+      if (std::uncaught_exceptions() > exceptions) meeting.left_ = true;
+    }
+  };
+
+ private:
+  const int num_ranks_;
+  std::atomic<std::int64_t> arrived_{0};
+  std::atomic<bool> left_{false};
+};
+
 // What layout means, on the host.
 struct HostLayoutResult {
   std::vector<std::int32_t> position;    // [T, R]

@@ -1,8 +1,8 @@
 """Hostile inputs that must be refused: by an error that says what is wrong, on every rank, with no harm done.
 
 In every test rank 1 (or every rank) makes a bad call. It raises ValueError or TypeError that names the
-argument; its peers raise PeerRefusedError with its rank and its reason, at once; and then the same Buffers make
-a good exchange.
+argument; its peers raise PeerRefusedError with its rank and its reason, at once; and then the same Buffers
+make a good exchange.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Random programs of calls, both modes, both forms of ranks, against the reference.
 
-A hypothesis example is a whole program: some dispatches of random shapes, then combines and cached dispatches along
-any of the live handles, in any order, on one or two Buffers. DEEP_MOE_HYPOTHESIS_PROFILE=nightly runs 2000 a test.
+A hypothesis example is a whole program: some dispatches of random shapes, then combines and cached dispatches
+along any of the live handles, in any order, on one or two Buffers. DEEP_MOE_HYPOTHESIS_PROFILE=nightly runs
+2000 examples a test; =shrink looks for a smaller one where an example fails.
 """
 
 from __future__ import annotations
@@ -147,11 +148,11 @@ def low_latency_calls(draw: Draw, ranks: int, at: int, buffer: int = 0) -> list[
 
 @st.composite
 def mixed_programs(draw: Draw, ranks: int, buffers: int = 1) -> Program:
-    """Low-latency exchanges with changing M, H and E, hooks pending or not, high-throughput calls in between."""
+    """Low-latency exchanges with changing M, H and E, hooks pending or not, and the other mode in between."""
     calls: list[Call] = []
     for _ in range(draw(st.integers(1, 3))):
         if draw(st.integers(0, 3)) == 0:
-            case, dispatch = draw(dispatches(ranks, buffers))
+            _, dispatch = draw(dispatches(ranks, buffers))
             weights = dispatch.path != "layout only"
             calls += [dispatch, Combine(len(calls), weights=weights, buffer=dispatch.buffer)]
         else:

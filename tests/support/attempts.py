@@ -36,7 +36,7 @@ def attempt(call: Callable[[], Any]) -> Attempt:
     try:
         value, error = call(), None
     except Exception as raised:
-        value, error = None, raised
+        value, error = None, raised.with_traceback(None)  # a traceback would keep the call's tensors alive
     return Attempt(value, error, time.monotonic() - started)
 
 

@@ -145,12 +145,13 @@ PAYLOADS: dict[str, Callable[[Tensor], Payload]] = {
 class Inputs:
     """What each rank passes to a dispatch. Lists are by rank; on a rank, only its own entries are there."""
 
-    x: list[Payload]
-    topk_idx: list[Tensor]
-    topk_weights: list[Tensor]
+    x: list[Payload] = field(repr=False)
+    topk_idx: list[Tensor] = field(repr=False)
+    topk_weights: list[Tensor] = field(repr=False)
     experts: int
     hidden: int  # of the rows that combine gives back
     dtype: torch.dtype  # of those rows
+    case: Case | None = None  # what they were made from
 
     @property
     def ranks(self) -> int:
@@ -176,7 +177,7 @@ class Case:
     routing: str = "uniform"
     payload: str = "plain"
     idx_dtype: torch.dtype = torch.int64
-    seed: int = field(default=0, compare=False)
+    seed: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -202,4 +203,4 @@ class Case:
             route = ROUTINGS[self.routing](gen, count, self.experts, self.topk, rank, self.ranks)
             idx.append(route.to(self.idx_dtype))
             weights.append(torch.rand(count, self.topk, generator=gen))
-        return Inputs(self.rows(), idx, weights, self.experts, self.hidden, self.dtype)
+        return Inputs(self.rows(), idx, weights, self.experts, self.hidden, self.dtype, self)

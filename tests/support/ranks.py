@@ -71,8 +71,11 @@ class RanksError(Exception):
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = list(outcomes)
-        bad = [f"--- rank {rank} ---\n{o}" for rank, o in enumerate(outcomes) if o.error is not None]
-        super().__init__("\n".join(bad))
+        ranks: dict[str, list[int]] = {}  # by what went wrong
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                ranks.setdefault(str(outcome), []).append(rank)
+        super().__init__("\n".join(f"--- ranks {of} ---\n{text}" for text, of in ranks.items()))
 
 
 class NoAnswerError(Exception):

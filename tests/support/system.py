@@ -1,0 +1,53 @@
+"""What a process holds of the system: shared memory, mappings, children; and flags between ranks and the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from pathlib import Path
+
+
+def memfds() -> int:
+    """Open descriptors of anonymous files in memory."""
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
+            count += "memfd:" in os.readlink(f"/proc/self/fd/{entry}")
+    return count
+
+
+def memfd_mappings() -> int:
+    """Mappings of anonymous files in memory."""
+    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def children() -> set[int]:
+    """Child processes of this process, dead ones that nobody has waited for among them."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+class Flag:
+    """Ranks raise it, the test waits until it has been raised often enough. Made before the ranks are forked."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def up(self) -> None:
+        os.write(self._write, b".")
+
+    def wait(self, times: int, timeout: float = 20.0) -> None:
+        for seen in range(times):
+            ready, _, _ = select.select([self._read], [], [], timeout)
+            assert ready, f"{seen} ranks of {times} came so far within {timeout} s"
+            os.read(self._read, 1)
+
+    def __enter__(self) -> Flag:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._read)
+        os.close(self._write)
