@@ -12,12 +12,15 @@
 
 namespace deep_moe::cpu {
 
+struct InFlight;  // a call whose receive half has not run
+
 // The staging of every rank is cut into kLowLatencySlots slots of equal size. A call uses the same slot on all ranks:
 // the sequence number of the call, counted alike everywhere (see skip_call), modulo kLowLatencySlots.
 struct LowLatencyState {
   struct Slot {
-    bool pending = false;          // its hook has not run
-    std::uint64_t last_epoch = 0;  // last call that used it
+    std::uint64_t last_epoch = 0;    // last call that was counted for it
+    std::shared_ptr<InFlight> call;  // whose rows are in it
+    std::weak_ptr<void> hook;        // of that call: gone if the user has dropped it
   };
   std::uint64_t sequence = 0;
   std::uint64_t counted_epoch = 0;  // last call that was counted
@@ -27,9 +30,9 @@ struct LowLatencyState {
   int spare_segment = -1;          // the newest of this rank, which a later growth may take
   std::int64_t spare_bytes = 0;
 
-  int num_pending() const;
-  std::size_t slot_bytes() const;                 // of one slot
-  std::size_t part_bytes(int num_ranks) const;    // of one writer in a slot
+  int num_in_flight() const;                    // calls whose hooks are still to be called
+  std::size_t slot_bytes() const;               // of one slot
+  std::size_t part_bytes(int num_ranks) const;  // of one writer in a slot
   // After a reset: no call is in flight, and ranks that were away may have another idea of the staging, so the next call
   // agrees on it anew.
   void restart();

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -74,8 +75,17 @@ void with_slot(LowLatencyContext& context, const SlotUse& use, const Body& body)
   }
 }
 
-// `receive` now, or as a hook which may run once.
-std::function<void()> now_or_hook(const LowLatencyContext& context, const SlotUse& use, bool as_hook,
+struct InFlight {
+  SlotUse use;
+  std::function<void(LowLatencyContext&)> receive;  // empty once it has run
+  std::exception_ptr error;                         // of a receive half that ran before its hook was called
+  bool hook_called = false;
+};
+
+// Runs `receive` now, or returns a hook that does, once. A hook that has not been called when its slot comes round finds
+// its work done: the receive half runs at the start of the call that takes the slot. Until a hook is called or dropped, the
+// caller's tensors that it fills (statistics, `out`) must stay.
+std::function<void()> now_or_hook(LowLatencyContext& context, const SlotUse& use, bool as_hook,
                                   std::function<void(LowLatencyContext&)> receive);
 
 // Where the rows of one rank go: for each token the ranks of its experts, ascending, and the token's row there (the count

@@ -69,6 +69,7 @@ std::string grow_staging(Domain& domain, LowLatencyState& state, std::uint64_t e
   std::vector<int> segments(static_cast<std::size_t>(domain.num_ranks()), -1);
   for (int peer = 0; peer < domain.num_ranks(); ++peer) {
     if (domain.masked(peer)) continue;
+    domain.check_announcement(peer, epoch);  // one that makes another call grows to another size
     const layout::Regrow& words = domain.mine().regrow(epoch, peer);
     if (words.status != static_cast<std::uint32_t>(CallStatus::kOk))
       return "rank " + std::to_string(peer) + ": " + std::string(words.reason, words.num_reason_bytes);
@@ -134,10 +135,39 @@ void check_peers(Domain& domain, const SlotUse& use, Region region) {
   }
 }
 
+// The receive half, and the end of the call's hold on its slot.
+void run_receive(LowLatencyContext& context, InFlight& call) {
+  context.state.slots[call.use.slot].call = nullptr;
+  const auto receive = std::exchange(call.receive, nullptr);  // with all that it keeps alive
+  with_slot(context, call.use, [&] { receive(context); });
+  release_slot(context, call.use);
+}
+
+// Ends the call that still has the slot, kLowLatencySlots calls later. Receiving it waits for no rank that waits for this
+// one: all it needs was sent in earlier calls, or will be by a rank that is still there. Where the hook has been dropped,
+// the caller's tensors may be gone as well, so nothing is received.
+void settle_slot(LowLatencyContext& context, int slot) {
+  const std::shared_ptr<InFlight> call = context.state.slots[slot].call;
+  if (!call) return;
+  if (context.state.slots[slot].hook.expired()) {
+    context.state.slots[slot].call = nullptr;
+    release_slot(context, call->use);
+    return;
+  }
+  try {
+    run_receive(context, *call);
+  } catch (const PeerRefusedError&) {
+    call->error = std::current_exception();
+  } catch (const CallMismatchError&) {
+    call->error = std::current_exception();
+  }
+}
+
 }  // namespace
 
-int LowLatencyState::num_pending() const {
-  return static_cast<int>(std::count_if(std::begin(slots), std::end(slots), [](const Slot& s) { return s.pending; }));
+int LowLatencyState::num_in_flight() const {
+  return static_cast<int>(std::count_if(std::begin(slots), std::end(slots),
+                                        [](const Slot& slot) { return slot.call && !slot.hook.expired(); }));
 }
 
 std::size_t LowLatencyState::slot_bytes() const {
@@ -173,8 +203,8 @@ void skip_call(Domain& domain, LowLatencyState& state) noexcept {
   const std::uint64_t epoch = domain.epoch();
   if (state.counted_epoch == epoch) return;
   const int slot = count_call(state, epoch);
-  // A pending hook's slot is given back when the hook has run.
-  if (!state.slots[slot].pending) post_consumed(domain, slot, epoch);
+  // With a call in flight there, the slot is given back when that has been received.
+  if (!state.slots[slot].call) post_consumed(domain, slot, epoch);
 }
 
 SlotUse take_slot(LowLatencyContext& context, layout::Announce words, std::size_t slot_bytes) {
@@ -186,6 +216,7 @@ SlotUse take_slot(LowLatencyContext& context, layout::Announce words, std::size_
   if (domain.options().enable_shrink) words.signature.flags |= kFlagShrink;
   words.signature.flags |= static_cast<std::int64_t>(use.slot) << kFlagSlotShift;
   use.hash = layout::signature_hash(words.signature);
+  settle_slot(context, use.slot);
   const std::uint64_t last_epoch = state.slots[use.slot].last_epoch;
   use.epoch = domain.announce(words);
   count_call(state, use.epoch);
@@ -210,9 +241,7 @@ SlotUse take_slot(LowLatencyContext& context, layout::Announce words, std::size_
 }
 
 void release_slot(LowLatencyContext& context, const SlotUse& use) noexcept {
-  LowLatencyState::Slot& slot = context.state.slots[use.slot];
-  slot.pending = false;
-  post_consumed(context.base.domain, use.slot, slot.last_epoch);
+  post_consumed(context.base.domain, use.slot, context.state.slots[use.slot].last_epoch);
 }
 
 void post_arrival(LowLatencyContext& context, const SlotUse& use, Region region, int peer, std::int64_t num_rows) {
@@ -254,30 +283,30 @@ std::int64_t await_arrival(LowLatencyContext& context, const SlotUse& use, Regio
   return layout::arrival_rows(word);
 }
 
-std::function<void()> now_or_hook(const LowLatencyContext& context, const SlotUse& use, bool as_hook,
+std::function<void()> now_or_hook(LowLatencyContext& context, const SlotUse& use, bool as_hook,
                                   std::function<void(LowLatencyContext&)> receive) {
-  struct Shared {
-    LowLatencyContext context;
-    SlotUse use;
-    std::function<void(LowLatencyContext&)> receive;
-  };
-  auto shared = std::make_shared<Shared>(Shared{context, use, std::move(receive)});
-  const auto run = [](Shared& call) {
-    const auto body = std::exchange(call.receive, nullptr);  // with all that it keeps alive
-    with_slot(call.context, call.use, [&] { body(call.context); });
-    release_slot(call.context, call.use);
-  };
+  auto call = std::make_shared<InFlight>();
+  call->use = use;
+  call->receive = std::move(receive);
   if (!as_hook) {
-    run(*shared);
+    run_receive(context, *call);
     return nullptr;
   }
-  shared->context.state.slots[use.slot].pending = true;
-  return [shared, run] {
-    const auto lock = shared->context.lock_call();
-    if (!shared->receive)
-      throw Error("the hook of " + shared->use.call + " (call " + std::to_string(shared->use.epoch) +
+  struct Hook {
+    LowLatencyContext context;
+    std::shared_ptr<InFlight> call;
+  };
+  auto hook = std::make_shared<Hook>(Hook{context, call});
+  context.state.slots[use.slot].call = call;
+  context.state.slots[use.slot].hook = hook;
+  return [hook] {
+    const auto lock = hook->context.lock_call();
+    InFlight& mine = *hook->call;
+    if (std::exchange(mine.hook_called, true))
+      throw Error("the hook of " + mine.use.call + " (call " + std::to_string(mine.use.epoch) +
                   ") has been called before; it may be called once");
-    shared->context.guarded([&] { run(*shared); });
+    if (mine.error) std::rethrow_exception(mine.error);
+    if (mine.receive) hook->context.guarded([&] { run_receive(hook->context, mine); });
   };
 }
 

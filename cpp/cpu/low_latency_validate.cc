@@ -10,18 +10,14 @@
 namespace deep_moe::cpu {
 namespace {
 
-constexpr int kMaxPending = layout::kLowLatencySlots - 1;
+constexpr int kMaxInFlight = layout::kLowLatencySlots - 1;
 
 std::string num(std::int64_t value) { return std::to_string(value); }
 
 void check_in_flight(const LowLatencyState& state, const char* call) {
-  if (state.num_pending() >= kMaxPending)
-    throw Error(std::string(call) + ": " + num(kMaxPending) +
+  if (state.num_in_flight() >= kMaxInFlight)
+    throw Error(std::string(call) + ": " + num(kMaxInFlight) +
                 " low-latency calls are in flight (their hooks have not been called), which is the most: call a hook first");
-  const LowLatencyState::Slot& slot = state.slots[state.sequence % layout::kLowLatencySlots];
-  if (slot.pending)
-    throw Error(std::string(call) + ": the hook of call " + num(static_cast<std::int64_t>(slot.last_epoch)) +
-                " has not been called, " + num(layout::kLowLatencySlots) + " low-latency calls later: call it first");
 }
 
 void check_vector(const char* name, const TensorView& view, DType dtype, std::int64_t size) {

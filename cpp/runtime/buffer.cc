@@ -27,6 +27,11 @@ void Buffer::Impl::check_process() const {
         "this Buffer was made in a parent process; a forked child cannot use it: make the Buffer after the fork");
 }
 
+void Buffer::Impl::check_usable() const {
+  check_process();
+  if (destroyed) throw DestroyedError("this Buffer has been destroyed");
+}
+
 std::unique_lock<std::mutex> Buffer::Impl::lock_call() {
   check_process();
   std::unique_lock<std::mutex> lock(call_mutex);
@@ -108,7 +113,7 @@ int Buffer::num_ranks() const { return impl_->num_ranks; }
 const BufferOptions& Buffer::options() const { return impl_->options; }
 
 LayoutResult Buffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) {
-  impl_->check_process();
+  impl_->check_usable();
   check_topk_idx_shape(topk_idx, num_experts, impl_->num_ranks);
   check_topk_ids(topk_idx, num_experts);
   return cpu::dispatch_layout(topk_idx, num_experts, impl_->num_ranks);
@@ -213,7 +218,7 @@ Tensor Buffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
 }
 
 Tensor Buffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) {
-  impl_->check_process();
+  impl_->check_usable();
   const std::int64_t capacity = use_rdma_buffer ? impl_->options.num_rdma_bytes : impl_->options.num_nvl_bytes;
   if (offset < 0 || num_bytes < 0 || offset > capacity || num_bytes > capacity - offset)
     throw_value("size", std::to_string(num_bytes) + " bytes at offset " + std::to_string(offset),

@@ -20,6 +20,7 @@ struct Buffer::Impl : std::enable_shared_from_this<Buffer::Impl> {
   // Held during a call. Throws ForkedProcessError, DestroyedError, or what has failed the Buffer.
   std::unique_lock<std::mutex> lock_call();
   void check_process() const;
+  void check_usable() const;  // check_process(), and not destroyed
   // Runs the checks, then the call, with the error handling that the Buffer promises.
   template <typename Check, typename Body>
   auto run(const layout::CallSignature& signature, const Check& check, const Body& body);

@@ -169,7 +169,7 @@ class LowLatencyCalls(BufferBase):
         Ranks must agree on who is unmasked before their next call. Needs ``enable_shrink=True``.
 
         Raises:
-            ValueError: no such rank. Error: the Buffer was made without ``enable_shrink``.
+            ValueError: no such other rank, or the Buffer was made without ``enable_shrink``.
         """
         self.runtime.update_mask(rank_to_mask, mask)
 

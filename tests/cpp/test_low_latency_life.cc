@@ -92,29 +92,38 @@ TEST_CASE("three calls may be in flight, in any order of their hooks; a fourth r
   }
 }
 
-TEST_CASE("one old hook is refused once its slot comes round, and can still be called") {
-  check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
+TEST_CASE("a hook may be called late, in the midst of other calls, or never") {
+  check_all(run_threads(3, [&](const Bootstrap& bootstrap) {
     Buffer buffer(bootstrap, low_options());
-    Trip old = start(buffer, shape_of(2, 1), false);
-    Trip other = start(buffer, shape_of(2, 2), false);
-    other.dispatched.hook();
-    whole_trip(buffer, shape_of(2, 3));
-  }).size() == 0 ? std::vector<std::string>{} : std::vector<std::string>{});
-  check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
-    Buffer buffer(bootstrap, low_options());
-    Trip old = start(buffer, shape_of(2, 1), false);
-    Trip other = start(buffer, shape_of(2, 2), false);
-    other.dispatched.hook();
-    turn(buffer, other, false);
-    check(buffer, other);
-    Trip third = start(buffer, shape_of(2, 3), false);
-    third.dispatched.hook();
-    expect_throw<Error>([&] { start(buffer, shape_of(2, 4), false); }, "call it first");
+    Trip old = start(buffer, shape_of(3, 1), false);
+    for (std::uint64_t i = 0; i < 7; ++i) whole_trip(buffer, shape_of(3, 10 + i));
     old.dispatched.hook();
     turn(buffer, old, true);
-    old.combined.hook();
+    // One rank calls the hook at once, the others when the slot has come round.
+    if (bootstrap.rank == 1) old.combined.hook();
+    for (std::uint64_t i = 0; i < 7; ++i) whole_trip(buffer, shape_of(3, 20 + i));
+    if (bootstrap.rank != 1) old.combined.hook();
     check(buffer, old);
-    for (std::uint64_t i = 0; i < 5; ++i) whole_trip(buffer, shape_of(2, 20 + i));
+    expect_throw<Error>([&] { old.combined.hook(); }, "called before");
+    for (std::uint64_t i = 0; i < 9; ++i) start(buffer, shape_of(3, 30 + i), i % 2 == 0);  // dropped
+    for (std::uint64_t i = 0; i < 5; ++i) whole_trip(buffer, shape_of(3, 40 + i));
+  }));
+}
+
+TEST_CASE("a late hook of a call that a peer refused raises that, however late") {
+  check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
+    Buffer buffer(bootstrap, low_options());
+    whole_trip(buffer, shape_of(2, 9));  // makes the staging, for which all ranks must come together
+    for (const std::uint64_t calls : {0, 2, 6, 20}) {
+      Trip refused;
+      if (bootstrap.rank == 0) {
+        refused = start(buffer, shape_of(2, 1), false);
+      } else {
+        expect_throw<ArgumentTypeError>([&] { buffer.low_latency_dispatch({}); }, "topk_idx");
+      }
+      for (std::uint64_t i = 0; i < calls; ++i) whole_trip(buffer, shape_of(2, 10 + i));
+      if (bootstrap.rank == 0) expect_throw<PeerRefusedError>([&] { refused.dispatched.hook(); }, "rank 1");
+    }
   }));
 }
 
@@ -364,20 +373,23 @@ TEST_CASE("a silent rank is masked, what it owed is left out, and it can come ba
 }
 
 TEST_CASE("a late rank is named, and after a reset the calls work again; old hooks do not") {
+  std::atomic<bool> gave_up{false};
   check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
-    Buffer buffer(bootstrap, low_options(0.3));
+    Buffer buffer(bootstrap, low_options(0.5));
     const int rank = bootstrap.rank;
     whole_trip(buffer, shape_of(2, 1));
     Trip old = start(buffer, shape_of(2, 2), false);
-    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(900));
     LowModel model(shape_of(2, 3));
     if (rank == 0) {
       const std::string text = expect_throw<TimeoutError>(
           [&] { buffer.low_latency_dispatch(model.dispatch_args(0, false)); }, "rank 1");
       expect(text.find("low_latency_dispatch/receive") != std::string::npos, text);
       expect_throw<TimeoutError>([&] { buffer.check(); }, "rank 1");
+      gave_up = true;
     } else {
-      expect_throw<Error>([&] { buffer.low_latency_dispatch(model.dispatch_args(1, false)); }, "rank 0");
+      while (!gave_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      buffer.low_latency_dispatch(model.dispatch_args(1, false));  // whose rows were sent in time
+      expect_throw<TimeoutError>([&] { buffer.low_latency_dispatch(model.dispatch_args(1, false)); }, "rank 0 gave up");
     }
     buffer.reset();
     expect_throw<Error>([&] { old.dispatched.hook(); }, "reset");

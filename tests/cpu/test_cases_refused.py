@@ -65,8 +65,8 @@ def every_second_column(arguments: Arguments) -> None:
     arguments["x"] = rows(12, 1024)[:, ::2]
 
 
-def longer(name: str) -> Callable[[Arguments], Any]:
-    return lambda arguments: arguments.update({name: torch.cat([arguments[name]] * 2)})
+def longer(*names: str) -> Callable[[Arguments], Any]:
+    return lambda arguments: arguments.update({name: torch.cat([arguments[name]] * 2) for name in names})
 
 
 HT, HT_BACK, LL, LL_BACK = "dispatch", "combine", "low_latency_dispatch", "low_latency_combine"
@@ -111,7 +111,7 @@ REFUSALS = [
     Refusal("U4-over-the-cap", LL, put(num_max_dispatch_tokens_per_rank=11), ValueError, (11, 12)),
     Refusal("x-no-tensor", HT, put(x=[[1.0]]), TypeError, ("x",)),
     Refusal("x-1d", HT, put(x=rows(512)), ValueError, ("x",)),
-    Refusal("ids-of-other-rows", HT, longer("topk_idx"), ValueError, ("topk_idx", 24, 12)),
+    Refusal("ids-of-other-rows", HT, longer("topk_idx", "topk_weights"), ValueError, ("topk_idx", 24, 12)),
     Refusal("weights-of-other-rows", HT, longer("topk_weights"), ValueError, ("topk_weights", 24, 12)),
     Refusal("alignment-0", HT, put(expert_alignment=0), ValueError, ("expert_alignment", 0)),
     Refusal("worst-negative", HT, put(num_worst_tokens=-1), ValueError, ("num_worst_tokens", -1)),
@@ -123,9 +123,9 @@ REFUSALS = [
     Refusal("too-few-rows", HT_BACK, lambda a: a.update(x=a["x"][:-1]), ValueError, ("x",)),
     Refusal("bias-of-other-rows", HT_BACK, put(bias=rows(11, 512)), ValueError, ("bias", 11, 12)),
     Refusal("bias-of-other-type", HT_BACK, put(bias=torch.zeros(12, 512)), TypeError, ("bias", "float32")),
-    Refusal("three-biases", HT_BACK, put(bias=(rows(12, 512),) * 3), ValueError, ("bias",)),
+    Refusal("three-biases", HT_BACK, put(bias=(rows(12, 512),) * 3), TypeError, ("bias",)),
     Refusal("out-of-other-shape", HT_BACK, put(out=rows(12, 256)), ValueError, ("out",)),
-    Refusal("handle-of-other-mode", HT_BACK, put(handle=(torch.zeros(2, 2),) * 4), ValueError, ("handle",)),
+    Refusal("handle-of-other-mode", HT_BACK, put(handle=(torch.zeros(2, 2),) * 4), TypeError, ("handle",)),
     Refusal("fp8-hidden192", LL, put(x=rows(12, 192), use_fp8=True), ValueError, (192, 128)),
     Refusal(
         "ue8m0-hidden640", LL, put(x=rows(12, 640), use_fp8=True, use_ue8m0=True), ValueError, (640, 512)

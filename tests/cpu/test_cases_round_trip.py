@@ -103,7 +103,7 @@ def test_low_latency(case: Case, form: str) -> None:
         LowLatencyDispatch(given, cap + 3, use_fp8=fp8, hook="now"),
         LowLatencyCombine(2, seed=1, hook="late"),
         LowLatencyDispatch(
-            given, cap, use_fp8=fp8, round_scale=True, use_ue8m0=ue8m0, weights=True, hook="late"
+            given, cap, use_fp8=fp8, round_scale=fp8, use_ue8m0=ue8m0, weights=True, hook="late"
         ),
         LowLatencyCombine(4, seed=2, hook="now", out=True),
     ]

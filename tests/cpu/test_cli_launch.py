@@ -12,12 +12,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from deep_moe.cli.chains import Chain, Check, time_chains
 from deep_moe.cli.launch import RankFailedError, run_ranks
-from deep_moe.cli.timing import PlainCopy, SharedBarrier, StepTimer, chain_times, median
+from deep_moe.cli.timing import (
+    CopyBuffers,
+    PlainCopy,
+    SharedBarrier,
+    StepTimer,
+    chain_times,
+    median,
+    split_rounds,
+)
 
 CPU = torch.device("cpu")
 PROGRAM = "tests.cpu.cli_rank_program"
@@ -141,14 +149,12 @@ def test_barrier_names_the_ranks_that_are_missing(tmp_path: Path) -> None:
         SharedBarrier(tmp_path / "words", 1, 3, timeout=0.2).wait()
 
 
-def test_timer_times_each_step_and_the_chain(tmp_path: Path) -> None:
+def test_timer_times_each_step(tmp_path: Path) -> None:
     calls: list[str] = []
     barrier = SharedBarrier(tmp_path / "words", 0, 1, timeout=5.0)
-    timer = StepTimer(barrier, CPU, iters=3, warmup=2, tick=lambda: calls.append("tick"))
-    marks = timer.chain(
-        [lambda: time.sleep(0.002), lambda: calls.append("step")], before=lambda: calls.append("before")
-    )
-    assert timer.runs_a_chain == 5
+    timer = StepTimer(barrier, CPU, tick=lambda: calls.append("tick"))
+    steps = [lambda: time.sleep(0.002), lambda: calls.append("step")]
+    marks = timer.run(steps, lambda: calls.append("before"), iters=3, warmup=2)
     assert calls == ["before", "tick", "step"] * 5
     assert len(marks) == 3
     for start, first, second in marks:
@@ -156,14 +162,41 @@ def test_timer_times_each_step_and_the_chain(tmp_path: Path) -> None:
         assert 0 <= second - first < 2000
 
 
+def test_chains_take_turns_and_are_checked_in_the_last_round(tmp_path: Path) -> None:
+    calls: list[str] = []
+    timer = StepTimer(SharedBarrier(tmp_path / "words", 0, 1, timeout=5.0), CPU, tick=lambda: None)
+
+    def verify() -> Check:
+        calls.append("verify")
+        return Check("a", 0.0, 1.0)
+
+    a = Chain("a", "layer", "", ("step",), [lambda: calls.append("a")], verify=verify)
+    b = Chain("b", "layer", "", ("step",), [lambda: calls.append("b")], before=lambda: calls.append("drop"))
+    checks = time_chains([a, b], timer, [(2, 0), (1, 0)], lambda phase: None)
+    assert calls == ["a", "a", "drop", "b", "drop", "b", "drop", "a", "verify", "drop", "b", "drop"]
+    assert [check.name for check in checks] == ["a"]
+    assert (len(a.marks), len(b.marks)) == (3, 3)
+    assert a.to_dict()["steps"] == ["step"]
+
+
+def test_rounds_share_the_iterations() -> None:
+    assert split_rounds(20, 3, 5) == [(4, 3), (4, 1), (4, 1), (4, 1), (4, 1)]
+    assert split_rounds(7, 0, 3) == [(2, 0), (2, 0), (3, 0)]
+    assert split_rounds(1, 2, 5) == [(1, 2)]
+
+
 @pytest.mark.parametrize("num_bytes", [0, 100, (1 << 20) * 3 + 17])
 @pytest.mark.parametrize("whole", [False, True])
-def test_plain_copy_copies_every_byte(num_bytes: int, whole: bool) -> None:
-    copy = PlainCopy(num_bytes, CPU, whole)
+def test_plain_copy_copies_every_byte_and_no_more(num_bytes: int, whole: bool) -> None:
+    buffers = CopyBuffers(CPU)
+    copy = PlainCopy(buffers, "dispatch", num_bytes, whole)
+    buffers.reserve("dispatch", num_bytes + 5)
+    copy.prepare()
     copy()
-    targets = [np.asarray(target) for target, _ in copy.pieces]
-    assert sum(target.size for target in targets) == num_bytes
-    assert all(bool((target == 1).all()) for target in targets)
+    target, source = buffers.get("dispatch")
+    assert len(target) == len(source) == num_bytes + 5
+    assert bool((target[:num_bytes] == 1).all())
+    assert not target[num_bytes:].any()
 
 
 def test_steps_last_until_the_last_rank_is_ready_and_add_up() -> None:

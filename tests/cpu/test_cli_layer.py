@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deep_moe.cli.chains import Check
 from deep_moe.cli.experts import (
     ExpertBank,
     cast_fp8,
@@ -22,7 +23,7 @@ from deep_moe.cli.experts import (
 from deep_moe.cli.gate import made_up_routes
 from deep_moe.cli.gloo import gloo_combine, gloo_dispatch
 from deep_moe.cli.inputs import Inputs, make_inputs
-from deep_moe.cli.jobs import Check, expected_echo
+from deep_moe.cli.jobs import expected_echo
 from deep_moe.cli.launch import run_ranks
 from deep_moe.cli.options import BenchOptions
 
@@ -99,8 +100,8 @@ def test_relative_error_sees_every_kind_of_wrong_result() -> None:
     assert relative_error(torch.tensor([[math.nan, 1.0], [0.0, 0.0]]), good) == math.inf
     assert relative_error(good[:1], good) == math.inf
     assert relative_error(torch.zeros(0, 2), torch.zeros(0, 2)) == 0.0
-    assert Check("x", 0.1, 0.1).passed
-    assert not Check("x", math.nan, 0.1).passed
+    assert Check("x", 0.1, 0.1).to_dict()["passed"]
+    assert not Check("x", math.nan, 0.1).to_dict()["passed"]
 
 
 def test_fp8_cast_is_close_and_takes_no_rows() -> None:
@@ -111,6 +112,15 @@ def test_fp8_cast_is_close_and_takes_no_rows() -> None:
     assert relative_error(uncast_fp8(data, scales), x) < 2**-4
     assert uncast_fp8(*cast_fp8(torch.zeros(0, 256))).shape == (0, 256)
     assert not uncast_fp8(*cast_fp8(torch.zeros(2, 128))).any()
+
+
+def test_fp8_cast_divides_with_one_rounding() -> None:
+    """448/3 times 1.125 is 168 in float32, the middle of 160 and 176: it goes to the even one."""
+    x = torch.zeros(1, 128)
+    x[0, 0], x[0, 1] = 3.0, 1.125
+    data, scales = cast_fp8(x)
+    assert data[0, :2].float().tolist() == [448.0, 160.0]
+    assert scales.item() == torch.tensor(3.0).div(torch.tensor(448.0)).item()
 
 
 def test_echo_multiplies_by_the_number_of_ranks() -> None:

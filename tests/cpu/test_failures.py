@@ -134,7 +134,7 @@ OTHER_TOPK = CASE.but(topk=5).inputs()
 USUAL = CASE.inputs()
 
 MISMATCHES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any], list[str]]] = {
-    # name: (what rank 0 calls, what rank 1 calls, what both must read); a call gets (buffer, an earlier dispatch)
+    # (what rank 0 calls, what rank 1 calls, what both must read); calls get (buffer, an earlier dispatch)
     "dispatch-combine": (
         lambda buffer, sent: fused(buffer, USUAL),
         lambda buffer, sent: buffer.combine(sent[0], sent[4]),

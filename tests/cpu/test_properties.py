@@ -40,7 +40,7 @@ def cases(draw: Draw, ranks: int, most_tokens: int = 40, low_latency: bool = Fal
         "drawn",
         tuple(draw(st.lists(tokens, min_size=ranks, max_size=ranks))),
         hidden=hidden,
-        experts=draw(st.integers(1, 40)),
+        experts=draw(st.integers(ranks, 40)),
         topk=draw(st.integers(1, 12)),
         dtype=dtype,
         routing=draw(st.sampled_from(list(ROUTINGS))),

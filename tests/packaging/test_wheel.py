@@ -76,7 +76,7 @@ def test_command_line_is_installed() -> None:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    code = "import sys, torch; before = set(sys.modules); import deep_moe; print(*sorted(set(sys.modules) - before))"
+    code = "import sys, torch; old = set(sys.modules); import deep_moe; print(*sorted(set(sys.modules) - old))"
     new = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert "deep_moe._C" in new
     heavy = {"rich", "typer", "click", "matplotlib", "mpi4py", "pandas", "scipy"}

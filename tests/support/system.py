@@ -1,4 +1,4 @@
-"""What a process holds of the system: shared memory, mappings, children; and flags between ranks and the test."""
+"""What a process holds of the system (memory, mappings, children), and flags for the test to wait for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def children() -> set[int]:
 
 
 class Flag:
-    """Ranks raise it, the test waits until it has been raised often enough. Made before the ranks are forked."""
+    """Ranks raise it; the test waits until it was raised often enough. Made before the ranks are forked."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()

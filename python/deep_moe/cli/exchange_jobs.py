@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from .chains import PAIR, Chain, Check, copy_chains
 from .experts import cast_fp8, uncast_fp8
 from .inputs import Inputs
-from .jobs import PAIR, Chain, Check, Context, Traffic, copy_chains, expected_echo
+from .jobs import Context, Traffic, expected_echo
 from .options import BenchOptions
 
 
@@ -24,8 +26,6 @@ def payload_bytes(options: BenchOptions, fp8: bool) -> int:
 
 class HtJob:
     """High throughput: rows in the run's type, or cast to fp8 by the caller before dispatch."""
-
-    num_chains = 8
 
     def __init__(self, context: Context, fp8: bool = False) -> None:
         self._context, self._fp8 = context, fp8
@@ -69,27 +69,26 @@ class HtJob:
             context.check(f"{self.name}, input in the heap", in_heap, dense),
         ]
 
-    def time(self) -> tuple[list[Chain], list[Check]]:
-        """Times memcpy, then pairs whose combine reads the heap, then an ordinary tensor."""
+    def chains(self) -> list[Chain]:
+        """Memcpy, pairs whose combine reads the heap, and pairs whose combine reads an ordinary tensor."""
         context, options = self._context, self._context.options
         traffic = Traffic.of(context.inputs, context)
         row_bytes = payload_bytes(options, self._fp8)
         combine_bytes = (traffic.summed + len(context.inputs.x)) * options.row_bytes // 2
-        chains = copy_chains(context, self.name, traffic.received * row_bytes, combine_bytes)
-        first = self._dispatch()
-        ordinary = self._rows(first[0]).clone()
-        heap = self._in_heap(ordinary, first[0]) if self._fp8 else None
-        del first
-        checks = []
+        chains = copy_chains(context.copies, self.name, traffic.received * row_bytes, combine_bytes)
+        first = self._dispatch()[0]
+        ordinary = self._rows(first).clone()
+        heap = self._in_heap(ordinary, first) if self._fp8 else None
         for place, y in (("heap", heap), ("ordinary tensor", ordinary)):
-            marks = context.timer.chain([self._step_dispatch, self._step_combine(y)], self._clear)
             chains.append(
                 Chain(
                     f"{self.name}, {place}",
                     "deep_moe",
                     self.name,
                     PAIR,
-                    marks,
+                    [self._step_dispatch, partial(self._step_combine, y)],
+                    before=self._clear,
+                    verify=partial(self._verify, f"{self.name}, timed pairs, {place}"),
                     rows={"dispatch": traffic.received, "combine": traffic.summed},
                     link_bytes={
                         "dispatch": traffic.received_remote * row_bytes,
@@ -97,20 +96,18 @@ class HtJob:
                     },
                 )
             )
-            expected = expected_echo(self._seen, options)
-            checks.append(context.check(f"{self.name}, timed pairs, {place}", self._out[0], expected))
-        self._clear()
-        return chains, checks
+        return chains
+
+    def _verify(self, name: str) -> Check:
+        expected = expected_echo(self._seen, self._context.options)
+        return self._context.check(name, self._out[0], expected)
 
     def _step_dispatch(self) -> None:
         self._received = self._dispatch()
 
-    def _step_combine(self, y: torch.Tensor | None) -> Any:
-        def combine() -> None:
-            recv = self._received
-            self._out = self._context.buffer.combine(recv[0] if y is None else y, recv[4])
-
-        return combine
+    def _step_combine(self, y: torch.Tensor | None) -> None:
+        recv = self._received
+        self._out = self._context.buffer.combine(recv[0] if y is None else y, recv[4])
 
     def _clear(self) -> None:
         self._received = self._out = None
@@ -118,8 +115,6 @@ class HtJob:
 
 class LlJob:
     """Low latency: packed rows a local expert; with ``fp8`` the library casts while it sends."""
-
-    num_chains = 7
 
     def __init__(self, context: Context, fp8: bool = False) -> None:
         self._context, self._fp8 = context, fp8
@@ -168,8 +163,8 @@ class LlJob:
         dense = context.bank.dense(seen.x, seen.topk_idx, seen.topk_weights, context.options.experts)
         return [context.check(self.name, self._combine(y, handle)[0], dense)]
 
-    def time(self) -> tuple[list[Chain], list[Check]]:
-        """Times memcpy of the packed rows, then pairs whose packed rows go straight back."""
+    def chains(self) -> list[Chain]:
+        """Memcpy of the packed rows, and pairs whose packed rows go straight back."""
         context, options = self._context, self._context.options
         recv_x, recv_count, _, _, _ = self._dispatch()
         counts = recv_count.tolist()
@@ -178,29 +173,36 @@ class LlJob:
         traffic = Traffic.of(self._inputs, context)
         packed, row_bytes = sum(counts), payload_bytes(options, self._fp8)
         combine_bytes = (packed + len(self._inputs.x)) * options.row_bytes // 2
-        chains = copy_chains(context, self.name, packed * row_bytes, combine_bytes)
-        marks = context.timer.chain([self._step_dispatch, self._step_combine(y)], self._clear)
-        link_bytes = {
-            "dispatch": traffic.received_remote * row_bytes,
-            "combine": traffic.summed_remote * options.row_bytes,
-        }
-        rows = {"dispatch": packed, "combine": packed}
-        chains.append(Chain(self.name, "deep_moe", self.name, PAIR, marks, rows, link_bytes))
-        valid = self._seen.topk_weights.masked_fill(self._seen.topk_idx < 0, 0.0)
-        expected = self._seen.x.float() * valid.sum(dim=1, keepdim=True)
-        checks = [context.check(f"{self.name}, timed pairs", self._out[0], expected)]
-        self._clear()
-        return chains, checks
+        chains = copy_chains(context.copies, self.name, packed * row_bytes, combine_bytes)
+        chains.append(
+            Chain(
+                self.name,
+                "deep_moe",
+                self.name,
+                PAIR,
+                [self._step_dispatch, partial(self._step_combine, y)],
+                before=self._clear,
+                verify=self._verify,
+                rows={"dispatch": packed, "combine": packed},
+                link_bytes={
+                    "dispatch": traffic.received_remote * row_bytes,
+                    "combine": traffic.summed_remote * options.row_bytes,
+                },
+            )
+        )
+        return chains
+
+    def _verify(self) -> Check:
+        weights = self._seen.topk_weights.masked_fill(self._seen.topk_idx < 0, 0.0)
+        expected = self._seen.x.float() * weights.sum(dim=1, keepdim=True)
+        return self._context.check(f"{self.name}, timed pairs", self._out[0], expected)
 
     def _step_dispatch(self) -> None:
         self._received = self._dispatch()
 
-    def _step_combine(self, y: torch.Tensor | None) -> Any:
-        def combine() -> None:
-            recv = self._received
-            self._out = self._combine(recv[0] if y is None else y, recv[2])
-
-        return combine
+    def _step_combine(self, y: torch.Tensor | None) -> None:
+        recv = self._received
+        self._out = self._combine(recv[0] if y is None else y, recv[2])
 
     def _clear(self) -> None:
         self._received = self._out = None

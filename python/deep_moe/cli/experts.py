@@ -85,7 +85,8 @@ def cast_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Casts ``x [T, H]`` to e4m3 by blocks of 128: ``[T, H]`` and scales ``[T, H / 128] float32``."""
     blocks = x.float().view(x.shape[0], x.shape[1] // 128, 128)
     amax = blocks.abs().amax(dim=2).clamp_min(1e-4)
-    data = (blocks * (FP8_MAX / amax).unsqueeze(2)).to(torch.float8_e4m3fn)
+    factor = torch.full_like(amax, FP8_MAX) / amax  # a number / tensor would be a reciprocal and a product
+    data = (blocks * factor.unsqueeze(2)).to(torch.float8_e4m3fn)
     return data.view(x.shape), amax / FP8_MAX
 
 

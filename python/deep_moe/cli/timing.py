@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,32 +50,23 @@ class SharedBarrier:
 class StepTimer:
     """Times chains of steps; every rank must time the same chains in the same order."""
 
-    def __init__(
-        self, barrier: SharedBarrier, device: torch.device, iters: int, warmup: int, tick: Callable[[], None]
-    ) -> None:
-        self._barrier, self._device = barrier, device
-        self._iters, self._warmup, self._tick = iters, warmup, tick
-
-    @property
-    def runs_a_chain(self) -> int:
-        """How often a chain runs, the warm-up included."""
-        return self._warmup + self._iters
+    def __init__(self, barrier: SharedBarrier, device: torch.device, tick: Callable[[], None]) -> None:
+        self._barrier, self._device, self._tick = barrier, device, tick
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() * 1e6
 
-    def chain(self, steps: Sequence[Step], before: Step | None = None) -> list[list[float]]:
-        """Runs ``steps`` one after another, each chain behind a barrier; returns the clock's marks in us.
+    def run(self, steps: Sequence[Step], before: Step, iters: int, warmup: int) -> list[list[float]]:
+        """Runs ``steps`` one after another, each time behind a barrier; returns the clock's marks in us.
 
         For each iteration (the warm-up is left out) the start, and the end of each step. ``before`` runs
         ahead of the barrier.
         """
         marks_of_iterations = []
-        for iteration in range(self.runs_a_chain):
-            if before is not None:
-                before()
+        for iteration in range(warmup + iters):
+            before()
             self._tick()
             gc.disable()
             try:
@@ -86,31 +78,68 @@ class StepTimer:
                     marks.append(self._now())
             finally:
                 gc.enable()
-            if iteration >= self._warmup:
+            if iteration >= warmup:
                 marks_of_iterations.append(marks)
         return marks_of_iterations
 
 
-class PlainCopy:
-    """A memcpy of ``num_bytes`` between two warm buffers, either as a whole or in pieces of 1 MB."""
+def split_rounds(iters: int, warmup: int, rounds: int) -> list[tuple[int, int]]:
+    """Splits ``iters`` into at most ``rounds`` rounds of (iterations, warm-up); later rounds warm up once."""
+    rounds = min(rounds, iters)
+    return [
+        (iters * (i + 1) // rounds - iters * i // rounds, warmup if i == 0 else min(warmup, 1))
+        for i in range(rounds)
+    ]
 
-    def __init__(self, num_bytes: int, device: torch.device, whole: bool) -> None:
-        source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-        target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        piece = max(num_bytes, 1) if whole else PIECE_BYTES
-        self.pieces = [
-            (target[at : at + piece], source[at : at + piece]) for at in range(0, num_bytes, piece)
-        ]
-        self._arrays = (
-            [(t.numpy(), s.numpy()) for t, s in self.pieces] if device.type == "cpu" and not whole else []
-        )
+
+class CopyBuffers:
+    """Pairs of warm buffers, one pair a slot, that all plain copies of a run share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sizes: dict[str, int] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def reserve(self, slot: str, num_bytes: int) -> None:
+        """Says, before the first copy, that a copy in ``slot`` will need ``num_bytes``."""
+        self._sizes[slot] = max(self._sizes.get(slot, 0), num_bytes)
+
+    def get(self, slot: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the target and the source of ``slot``, both written to."""
+        if slot not in self._buffers:
+            target = torch.zeros(self._sizes[slot], dtype=torch.uint8, device=self.device)
+            self._buffers[slot] = target, torch.ones_like(target)
+        return self._buffers[slot]
+
+
+class PlainCopy:
+    """A memcpy of ``num_bytes`` between warm buffers, either as a whole or in pieces of 1 MB."""
+
+    def __init__(self, buffers: CopyBuffers, slot: str, num_bytes: int, whole: bool) -> None:
+        self._buffers, self._slot, self._num_bytes, self._whole = buffers, slot, num_bytes, whole
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        buffers.reserve(slot, num_bytes)
+
+    def prepare(self) -> None:
+        """Finds the buffers; call it before the first copy."""
+        if self._tensors or self._arrays or not self._num_bytes:
+            return
+        target, source = self._buffers.get(self._slot)
+        piece = self._num_bytes if self._whole else PIECE_BYTES
+        ends = [(at, min(at + piece, self._num_bytes)) for at in range(0, self._num_bytes, piece)]
+        tensors = [(target[begin:end], source[begin:end]) for begin, end in ends]
+        if self._whole or target.device.type != "cpu":
+            self._tensors = tensors
+        else:  # numpy calls memcpy with less around it
+            self._arrays = [(to.numpy(), of.numpy()) for to, of in tensors]
 
     def __call__(self) -> None:
-        for array, source_array in self._arrays:
-            np.copyto(array, source_array)
-        if not self._arrays:
-            for target, source in self.pieces:
-                target.copy_(source)
+        """Copies."""
+        for to_array, of_array in self._arrays:
+            np.copyto(to_array, of_array)
+        for to_tensor, of_tensor in self._tensors:
+            to_tensor.copy_(of_tensor)
 
 
 def chain_times(marks_of_ranks: Sequence[Sequence[Sequence[float]]]) -> tuple[list[list[float]], list[float]]:

@@ -43,10 +43,10 @@ def die_with_parent() -> None:
 
 
 class Ticker:
-    """Called once a chain, reports progress ten times a second; set ``total`` before the first chain."""
+    """Called ``total`` times, reports progress at most ten times a second."""
 
-    def __init__(self, emit: Emit) -> None:
-        self.total = 0
+    def __init__(self, emit: Emit, total: int) -> None:
+        self.total = total
         self._emit, self._done, self._last = emit, 0, 0.0
 
     def __call__(self) -> None:
@@ -86,11 +86,12 @@ def run_rank(rank: int, options_json: str, folder: Path, emit: Emit) -> dict[str
 def _run_jobs(options: Any, rank: int, device: Any, folder: Path, emit: Emit) -> dict[str, Any]:
     import torch.distributed as dist
 
+    from .chains import ROUNDS, time_chains
     from .exchange_jobs import HtJob, LlJob
     from .experts import ExpertBank, local_experts
     from .inputs import make_inputs
     from .jobs import Context, GlooJob, Job, LayerJob
-    from .timing import SharedBarrier, StepTimer
+    from .timing import CopyBuffers, SharedBarrier, StepTimer, split_rounds
 
     emit({"phase": "make the inputs"})
     inputs = make_inputs(options, rank, device)
@@ -99,9 +100,7 @@ def _run_jobs(options: Any, rank: int, device: Any, folder: Path, emit: Emit) ->
     emit({"phase": "open the buffer"})
     buffer = open_buffer(options, dist.group.WORLD)
     barrier = SharedBarrier(folder / "barrier", rank, options.ranks, options.timeout)
-    tick = Ticker(emit)
-    timer = StepTimer(barrier, device, options.iters, options.warmup, tick)
-    context = Context(options, rank, device, inputs, bank, buffer, timer)
+    context = Context(options, rank, device, inputs, bank, buffer, CopyBuffers(device))
     jobs: list[Job] = []
     if "ht" in options.modes:
         jobs += [LayerJob(context), HtJob(context)]
@@ -111,27 +110,21 @@ def _run_jobs(options: Any, rank: int, device: Any, folder: Path, emit: Emit) ->
         jobs += [LlJob(context, fp8=True)] if options.can_fp8 else []
     if options.compare == "gloo":
         jobs.append(GlooJob(context))
-    tick.total = timer.runs_a_chain * sum(job.num_chains for job in jobs)
-
-    chains, checks = [], []
-    for job in jobs:
-        if options.check:
-            emit({"phase": f"check {job.name}"})
-            checks += job.check()
-    for job in jobs:
-        emit({"phase": f"time {job.name}"})
-        more_chains, more_checks = job.time()
-        chains += more_chains
-        checks += more_checks if options.check else []
+    checks = []
+    for job in jobs if options.check else []:
+        emit({"phase": f"check {job.name}"})
+        checks += job.check()
+    emit({"phase": "prepare the chains"})
+    chains = [chain for job in jobs for chain in job.chains()]
+    rounds = split_rounds(options.iters, options.warmup, ROUNDS)
+    tick = Ticker(emit, total=len(chains) * sum(iters + warmup for iters, warmup in rounds))
+    timer = StepTimer(barrier, device, tick)
+    timed = time_chains(chains, timer, rounds, lambda phase: emit({"phase": phase}))
+    checks += timed if options.check else []
     emit({"phase": "close the buffer"})
     barrier.wait()
     buffer.destroy()
-    return {
-        "chains": [chain.to_dict() for chain in chains],
-        "checks": [
-            {"name": c.name, "error": c.error, "tolerance": c.tolerance, "passed": c.passed} for c in checks
-        ],
-    }
+    return {"chains": [chain.to_dict() for chain in chains], "checks": [check.to_dict() for check in checks]}
 
 
 def open_buffer(options: Any, group: Any) -> Any:
