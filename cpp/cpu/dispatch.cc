@@ -48,7 +48,7 @@ class Dispatch {
         cached_(args.handle != nullptr),
         num_tokens_(args.x.data.shape[0]),
         num_experts_(cached_ ? 0 : args.topk_idx.defined() ? args.num_experts : args.num_tokens_per_expert.numel()),
-        blocks_(static_cast<int>(std::max<std::int64_t>(num_experts_, num_ranks_)), num_ranks_),
+        blocks_(static_cast<int>(num_experts_), num_ranks_),
         worst_rows_(args.num_worst_tokens) {
     if (cached_) {
       const std::int64_t* meta = args.handle->meta.as<std::int64_t>();
@@ -62,7 +62,7 @@ class Dispatch {
       scale_item_ = static_cast<std::int64_t>(dtype_bytes(scales.dtype));
       num_scales_ = scales.num_dims == 2 ? scales.shape[1] : 1;
       format_.scale_bytes = scale_item_ * num_scales_;
-      column_scales_ = scales.num_dims == 2 && num_scales_ > 1 && scales.stride[0] == 1 && scales.stride[1] != 1;
+      column_scales_ = scales.num_dims == 2 && num_scales_ > 1 && scales.stride[0] == 1;
     }
     if (args.topk_idx.defined()) {
       format_.topk = args.topk_idx.shape[1];

@@ -111,7 +111,7 @@ std::int64_t meta_or_zero(const LowLatencyHandle& handle, int which) {
 
 void validate(const Domain& domain, const LowLatencyState& state, const LowLatencyDispatchArgs& args) {
   const int num_ranks = domain.num_ranks();
-  check_topk_idx_shape(args.topk_idx, args.num_experts, num_ranks);
+  check_topk_idx_shape(args.topk_idx, args.num_experts);
   check_topk_weights(args.topk_weights, args.topk_idx);
   check_payload(args.x, args.topk_idx.shape[0]);
   check_cast(args);
@@ -129,7 +129,7 @@ void validate(const Domain& domain, const LowLatencyState& state, const LowLaten
   const std::int64_t* const meta = args.handle.meta.as<std::int64_t>();
   const std::int64_t num_experts = meta[layout::kLowMetaNumExperts], num_tokens = meta[layout::kLowMetaNumTokens];
   check_combine_x(args, args.handle.src_info.shape[0], args.handle.src_info.shape[1]);
-  check_topk_idx_shape(args.topk_idx, num_experts, domain.num_ranks());
+  check_topk_idx_shape(args.topk_idx, num_experts);
   if (args.topk_idx.shape[0] != num_tokens || args.topk_idx.shape[1] != meta[layout::kLowMetaTopk])
     throw_value("topk_idx", args.topk_idx.describe(),
                 "[" + num(num_tokens) + ", " + num(meta[layout::kLowMetaTopk]) + "], as given to low_latency_dispatch");

@@ -114,7 +114,7 @@ const BufferOptions& Buffer::options() const { return impl_->options; }
 
 LayoutResult Buffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) {
   impl_->check_usable();
-  check_topk_idx_shape(topk_idx, num_experts, impl_->num_ranks);
+  check_topk_idx_shape(topk_idx, num_experts);
   check_topk_ids(topk_idx, num_experts);
   return cpu::dispatch_layout(topk_idx, num_experts, impl_->num_ranks);
 }

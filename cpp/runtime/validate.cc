@@ -58,13 +58,12 @@ bool is_sum_dtype(DType dtype) {
   return dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat32;
 }
 
-void check_num_experts(std::int64_t num_experts, int num_ranks) {
-  if (num_experts < num_ranks || num_experts > layout::kMaxExperts)
-    throw_value("num_experts", num(num_experts),
-                "at least one expert a rank (" + num(num_ranks) + ") and at most " + num(layout::kMaxExperts));
+void check_num_experts(std::int64_t num_experts) {
+  if (num_experts < 1 || num_experts > layout::kMaxExperts)
+    throw_value("num_experts", num(num_experts), "1 to " + num(layout::kMaxExperts));
 }
 
-void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts, int num_ranks) {
+void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts) {
   if (topk_idx.dtype != DType::kInt64 && topk_idx.dtype != DType::kInt32)
     throw_type("topk_idx", topk_idx.describe(), "int64 or int32 [num_tokens, num_topk]");
   if (topk_idx.num_dims != 2) throw_value("topk_idx", topk_idx.describe(), "two dimensions [num_tokens, num_topk]");
@@ -73,7 +72,7 @@ void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts, 
   if (topk_idx.numel() > 0 && topk_idx.shape[1] > 1 && topk_idx.stride[1] != 1)
     throw_value("topk_idx", "a tensor whose last dimension is strided",
                 "one that is contiguous there: call .contiguous()");
-  check_num_experts(num_experts, num_ranks);
+  check_num_experts(num_experts);
 }
 
 void check_topk_ids(const TensorView& topk_idx, std::int64_t num_experts) {
@@ -139,7 +138,7 @@ void validate(const DispatchArgs& args, int num_ranks) {
     if (args.num_worst_tokens > 0 && args.num_worst_tokens != num_recv)
       throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 or the handle's " + num(num_recv));
   } else if (args.topk_idx.defined()) {
-    check_topk_idx_shape(args.topk_idx, args.num_experts, num_ranks);
+    check_topk_idx_shape(args.topk_idx, args.num_experts);
     check_topk_weights(args.topk_weights, args.topk_idx);
     num_tokens = args.topk_idx.shape[0];
   } else {
@@ -155,7 +154,7 @@ void validate(const DispatchArgs& args, int num_ranks) {
     if (counts.dtype != DType::kInt32) throw_type("num_tokens_per_expert", counts.describe(), "int32 [num_experts]");
     if (counts.num_dims != 1 || !counts.is_contiguous())
       throw_value("num_tokens_per_expert", counts.describe(), "int32 [num_experts], contiguous");
-    check_num_experts(counts.shape[0], num_ranks);
+    check_num_experts(counts.shape[0]);
     num_tokens = matrix.shape[0];
   }
   check_payload(args.x, num_tokens);

@@ -17,10 +17,10 @@ inline constexpr std::int64_t kRowAlignment = 16;  // bytes
 [[noreturn]] void throw_type(const std::string& argument, const std::string& came, const std::string& allowed);
 
 // [T, K] i32 or i64, contiguous inside a row, K <= 64.
-void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts, int num_ranks);
+void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts);
 // Every id is -1 or in [0, num_experts): names the first other one and its row.
 void check_topk_ids(const TensorView& topk_idx, std::int64_t num_experts);
-void check_num_experts(std::int64_t num_experts, int num_ranks);
+void check_num_experts(std::int64_t num_experts);
 // [T, K] f32 like topk_idx.
 void check_topk_weights(const TensorView& topk_weights, const TensorView& topk_idx);
 // [T, H], rows of a multiple of 16 bytes, contiguous inside a row; scales [T] or [T, S].

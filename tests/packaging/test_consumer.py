@@ -1,4 +1,4 @@
-"""C++ users: an installed library is found, compiles, links without nvcc and runs; each public header stands alone."""
+"""C++ users: an installed library is found, links without nvcc and runs; each public header stands alone."""
 
 import os
 import shutil
