@@ -8,6 +8,7 @@
 
 #include <deep_moe/buffer.hpp>
 
+#include "cpu/output_pool.hpp"
 #include "cpu/protocol.hpp"
 
 namespace deep_moe::cpu {
@@ -29,6 +30,7 @@ struct LowLatencyState {
   std::vector<int> segments;       // by rank: id of its staging segment
   int spare_segment = -1;          // the newest of this rank, which a later growth may take
   std::int64_t spare_bytes = 0;
+  std::shared_ptr<OutputPool> outputs = std::make_shared<OutputPool>();
 
   int num_in_flight() const;                    // calls whose hooks are still to be called
   std::size_t slot_bytes() const;               // of one slot

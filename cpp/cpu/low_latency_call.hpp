@@ -104,8 +104,8 @@ struct RowPlan {
 std::int64_t hash_ids(const TensorView& topk_idx);
 std::int64_t hash_weights(const TensorView& topk_weights);
 
-// In the heap where it has room, for its pages are warm; else in ordinary memory.
-Tensor make_output(Domain& domain, DType dtype, std::initializer_list<std::int64_t> shape);
+// In the heap where it has room, else in memory of earlier outputs.
+Tensor make_output(LowLatencyContext& context, DType dtype, std::initializer_list<std::int64_t> shape);
 
 // Parts of at least so many rows are worth a thread.
 inline std::int64_t row_grain(std::int64_t row_bytes) {

@@ -310,7 +310,7 @@ LowLatencyCombineResult low_latency_combine(LowLatencyContext context, const Low
   if (args.out.defined())
     result.combined_x.view = args.out;
   else
-    result.combined_x = make_output(domain, shape.dtype, {shape.num_tokens, shape.hidden});
+    result.combined_x = make_output(context, shape.dtype, {shape.num_tokens, shape.hidden});
 
   const SlotUse use = take_slot(context, words, shape.slot_bytes());
   std::shared_ptr<Owner> owner;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "cpu/copy.hpp"
 #include "cpu/low_latency_call.hpp"
 #include "cpu/route.hpp"
 #include "cpu/simd.hpp"
@@ -170,9 +171,11 @@ class Receiver {
       const std::int64_t rows =
           await_arrival(context, use_, Region::kArrival, src, "low_latency_dispatch/receive", wait_stats_);
       place_rows(src, rows < 0 ? 0 : rows);
+      const bool streaming = rows * shape_.topk * shape_.row_bytes > kStreamingBytes;
       context.base.pool.parallel_for(rows < 0 ? 0 : rows, row_grain(shape_.row_bytes),
-                                     [this, src](std::int64_t begin, std::int64_t end) {
-                                       for (std::int64_t row = begin; row < end; ++row) copy_row(src, row);
+                                     [=, this](std::int64_t begin, std::int64_t end) {
+                                       for (std::int64_t row = begin; row < end; ++row) expand(src, row, streaming);
+                                       if (streaming) finish_streaming();
                                      });
     }
     for (std::int64_t local = 0; local < shape_.num_local; ++local) {
@@ -218,15 +221,14 @@ class Receiver {
     }
   }
 
-  void copy_row(int src, std::int64_t row) const {
+  void expand(int src, std::int64_t row, bool streaming) const {
     const char* const from = staged(src, row);
     const std::int32_t* const positions = handle_.recv_pos.as<std::int32_t>() + routing_index(src, row);
     for (std::int64_t k = 0; k < shape_.topk; ++k) {
       bool again = positions[k] < 0;
       for (std::int64_t earlier = 0; earlier < k && !again; ++earlier) again = positions[earlier] == positions[k];
       if (again) continue;
-      std::memcpy(recv_x_.data.as<char>() + positions[k] * shape_.row_bytes, from,
-                  static_cast<std::size_t>(shape_.row_bytes));
+      copy_row(recv_x_.data.as<char>() + positions[k] * shape_.row_bytes, from, shape_.row_bytes, streaming);
       if (shape_.num_scales > 0) copy_scales(from + shape_.slot.scale_offset, positions[k]);
     }
   }
@@ -250,32 +252,32 @@ class Receiver {
   std::vector<std::int32_t> counts_;  // [L] rows so far
 };
 
-Tensor make_scales(Domain& domain, const Shape& shape, const LowLatencyDispatchArgs& args) {
+Tensor make_scales(LowLatencyContext& context, const Shape& shape, const LowLatencyDispatchArgs& args) {
   const TensorView& scales = args.x.scales;
   if (scales.defined() && scales.num_dims == 1)
-    return make_output(domain, scales.dtype, {shape.num_local, shape.expert_rows()});
+    return make_output(context, scales.dtype, {shape.num_local, shape.expert_rows()});
   const DType dtype = scales.defined() ? scales.dtype : args.use_ue8m0 ? DType::kInt32 : DType::kFloat32;
-  Tensor result = make_output(domain, dtype, {shape.num_local, shape.expert_rows(), shape.num_scales});
+  Tensor result = make_output(context, dtype, {shape.num_local, shape.expert_rows(), shape.num_scales});
   result.view.stride[1] = 1;
   result.view.stride[2] = shape.expert_rows();
   return result;
 }
 
-LowLatencyDispatchResult make_result(Domain& domain, const Shape& shape, const LowLatencyDispatchArgs& args,
+LowLatencyDispatchResult make_result(LowLatencyContext& context, const Shape& shape, const LowLatencyDispatchArgs& args,
                                      const layout::CallSignature& signature) {
   LowLatencyDispatchResult result;
   const bool cast = (signature.flags & kFlagFp8) != 0;
-  result.recv_x.data = make_output(domain, cast ? DType::kFloat8E4M3 : args.x.data.dtype,
+  result.recv_x.data = make_output(context, cast ? DType::kFloat8E4M3 : args.x.data.dtype,
                                    {shape.num_local, shape.expert_rows(), shape.hidden});
-  if (shape.num_scales > 0) result.recv_x.scales = make_scales(domain, shape, args);
-  result.recv_count = make_output(domain, DType::kInt32, {shape.num_local});
+  if (shape.num_scales > 0) result.recv_x.scales = make_scales(context, shape, args);
+  result.recv_count = make_output(context, DType::kInt32, {shape.num_local});
   OwnedLowLatencyHandle& handle = result.handle;
-  handle.src_info = make_output(domain, DType::kInt32, {shape.num_local, shape.expert_rows()});
-  handle.layout_range = make_output(domain, DType::kInt64, {shape.num_local, shape.num_ranks});
-  handle.recv_pos = make_output(domain, DType::kInt32, {shape.num_ranks, shape.max_tokens, shape.topk});
+  handle.src_info = make_output(context, DType::kInt32, {shape.num_local, shape.expert_rows()});
+  handle.layout_range = make_output(context, DType::kInt64, {shape.num_local, shape.num_ranks});
+  handle.recv_pos = make_output(context, DType::kInt32, {shape.num_ranks, shape.max_tokens, shape.topk});
   handle.recv_weights = args.topk_weights.defined()
-                            ? make_output(domain, DType::kFloat32, {shape.num_ranks, shape.max_tokens, shape.topk})
-                            : make_output(domain, DType::kFloat32, {0});
+                            ? make_output(context, DType::kFloat32, {shape.num_ranks, shape.max_tokens, shape.topk})
+                            : make_output(context, DType::kFloat32, {0});
   handle.meta = make_host_tensor(DType::kInt64, {layout::kLowLatencyMetaSize});
   std::int64_t* const meta = handle.meta.as<std::int64_t>();
   std::fill(meta, meta + layout::kLowLatencyMetaSize, 0);
@@ -300,7 +302,7 @@ LowLatencyDispatchResult low_latency_dispatch(LowLatencyContext context, const L
   words.signature = signature(args);
   words.num_tokens = args.topk_idx.shape[0];
   const Shape shape(domain, args, words.signature);
-  LowLatencyDispatchResult result = make_result(domain, shape, args, words.signature);
+  LowLatencyDispatchResult result = make_result(context, shape, args, words.signature);
   const SlotUse use = take_slot(context, words, shape.slot.total);
   // The epoch tells this dispatch from every other one, on every rank.
   result.handle.meta.as<std::int64_t>()[layout::kLowMetaHash] =

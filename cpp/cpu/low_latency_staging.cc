@@ -352,13 +352,14 @@ std::int64_t hash_weights(const TensorView& topk_weights) {
   return static_cast<std::int64_t>(hash);
 }
 
-Tensor make_output(Domain& domain, DType dtype, std::initializer_list<std::int64_t> shape) {
+Tensor make_output(LowLatencyContext& context, DType dtype, std::initializer_list<std::int64_t> shape) {
   const TensorView view = TensorView::contiguous(nullptr, dtype, shape);
   if (view.numel() > 0) {
-    if (const Block block = domain.heap().allocate(view.num_bytes()))
-      return {TensorView::contiguous(block.ptr, dtype, shape), domain.heap().own(block)};
+    Heap& heap = context.base.domain.heap();
+    if (const Block block = heap.allocate(view.num_bytes()))
+      return {TensorView::contiguous(block.ptr, dtype, shape), heap.own(block)};
   }
-  return make_host_tensor(dtype, shape);
+  return context.state.outputs->make(dtype, shape);
 }
 
 }  // namespace deep_moe::cpu

@@ -64,9 +64,15 @@ auto Buffer::Impl::run(const layout::CallSignature& signature, const Check& chec
     check();
   } catch (const std::exception& error) {
     domain->announce_refusal(signature, error.what());
+    cpu::skip_call(*domain, low_latency);
     throw;
   }
-  return guarded(body);
+  try {
+    return guarded(body);
+  } catch (...) {
+    if (!domain->failed()) cpu::skip_call(*domain, low_latency);
+    throw;
+  }
 }
 
 cpu::LowLatencyContext Buffer::Impl::low_latency_context() {
@@ -256,6 +262,7 @@ void Buffer::refuse(const std::string& call, const std::string& reason) {
     if (call == call_name(static_cast<std::uint32_t>(kind))) signature.kind = static_cast<std::uint32_t>(kind);
   }
   impl_->domain->announce_refusal(signature, reason);
+  cpu::skip_call(*impl_->domain, impl_->low_latency);
 }
 
 void Buffer::check() {
@@ -264,8 +271,7 @@ void Buffer::check() {
 
 void Buffer::Impl::restart_low_latency() {
   ++generation;
-  low_latency.sequence = 0;
-  for (auto& slot : low_latency.slots) slot = {};
+  low_latency.restart();
 }
 
 void Buffer::reset() {

@@ -101,7 +101,7 @@ void check_payload(const Payload& x, std::int64_t num_tokens) {
   const TensorView& data = x.data;
   if (!data.defined() || data.num_dims != 2) throw_value("x", data.describe(), "two dimensions [num_tokens, hidden]");
   if (data.shape[0] != num_tokens)
-    throw_value("x", num(data.shape[0]) + " rows", num(num_tokens) + ", as the routing has tokens");
+    throw_value("x", num(data.shape[0]) + " rows", num(num_tokens) + ", as topk_idx or the handle has");
   const std::int64_t row_bytes = data.shape[1] * static_cast<std::int64_t>(dtype_bytes(data.dtype));
   if (row_bytes == 0 || row_bytes % kRowAlignment != 0)
     throw_value("x", "rows of " + num(row_bytes) + " bytes (hidden=" + num(data.shape[1]) + ", " +

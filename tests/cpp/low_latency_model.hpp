@@ -129,6 +129,21 @@ class LowModel {
       expect(result.recv_count.as<std::int32_t>()[local] == counts[local],
              "rows of local expert " + std::to_string(local) + ": " +
                  std::to_string(result.recv_count.as<std::int32_t>()[local]) + " for " + std::to_string(counts[local]));
+    check_ranges(rank, result.handle.layout_range, masked);
+  }
+
+  // begin << 32 | count of each (local expert, source).
+  void check_ranges(int rank, const Tensor& ranges, const std::set<int>& masked) const {
+    for (int local = 0; local < blocks.num_local_experts(rank); ++local) {
+      std::int64_t begin = 0;
+      for (int src = 0; src < shape.num_ranks; ++src) {
+        std::int64_t count = 0;
+        for (const Source& source : experts[blocks.first_expert(rank) + local])
+          count += source.rank == src && masked.count(src) == 0 ? 1 : 0;
+        expect(ranges.as<std::int64_t>()[local * shape.num_ranks + src] == (begin << 32 | count), "range of a source");
+        begin += count;
+      }
+    }
   }
 
   void check_plain_rows(int rank, const LowLatencyDispatchResult& result, const std::set<int>& masked = {}) {

@@ -29,6 +29,7 @@ const std::vector<LowShape>& shapes() {
       {2, {0, 9}, 16, 256, 9, 4, DType::kFloat16, 3},
       {3, {5, 0, 12}, 12, 128, 7, 6, DType::kFloat32, 4},
       {4, {33, 1, 40, 17}, 64, 256, 30, 8, DType::kBFloat16, 5},
+      {4, {6, 9, 3, 4}, 9, 128, 3, 2, DType::kBFloat16, 6},  // a rank without experts
   };
   return all;
 }
@@ -236,6 +237,28 @@ TEST_CASE("tokens that go nowhere combine to zeros, and a call may have no token
       }));
     }
   }
+}
+
+TEST_CASE("large rows, which several threads and streaming stores share") {
+  ::setenv("DEEP_MOE_CPU_THREADS", "3", 1);
+  const LowShape shape{2, {70, 90}, 96, 4096, 12, 6, DType::kBFloat16, 9};
+  check_all(run_threads(shape.num_ranks, [&](const Bootstrap& bootstrap) {
+    LowModel model(shape);
+    Buffer buffer(bootstrap, low_options());
+    for (int form = 0; form < 3; ++form) {
+      LowLatencyDispatchArgs args = model.dispatch_args(bootstrap.rank, form == 0);
+      const auto dispatched = buffer.low_latency_dispatch(args);
+      model.check_plain_rows(bootstrap.rank, dispatched);
+      std::vector<char> y = model.outputs(bootstrap.rank);
+      LowLatencyCombineArgs back = model.combine_args(bootstrap.rank, y, dispatched.handle.view());
+      back.return_recv_hook = form == 2;
+      const auto combined = finish(buffer.low_latency_combine(back), form == 2);
+      model.check_combined(bootstrap.rank, combined.combined_x.view, form != 2);
+      args.use_fp8 = true;
+      model.check_fp8_rows(bootstrap.rank, buffer.low_latency_dispatch(args), false, false);
+    }
+  }));
+  ::unsetenv("DEEP_MOE_CPU_THREADS");
 }
 
 TEST_CASE("the same input gives the same bits, whatever comes between") {

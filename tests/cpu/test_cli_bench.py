@@ -65,6 +65,7 @@ def test_both_modes_with_fp8_and_gloo(tmp_path: Path) -> None:
     assert document["parameters"]["ranks"] == 2
     assert {"deep_moe", "torch", "python"} <= set(document["versions"])
     assert document["machine"]["cores"] >= 1
+    assert 0 <= document["machine"]["busy_with_others"] <= 1
     assert "HT bf16, heap: a dispatch + combine pair takes" in document["stdout"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from deep_moe.cli.gate import choose, gate_weight, load_trace, made_up_routes, run_gate, trace_routes
 from deep_moe.cli.inputs import make_inputs
+from deep_moe.cli.machine import BusyMeter
 from deep_moe.cli.models import find_model, load_models
 from deep_moe.cli.options import BenchOptions, resolve
 from deep_moe.cli.text import embed, load_tokens, tokenise, window, word_vector
@@ -201,6 +203,24 @@ def test_wrong_options_say_what_is_allowed(given: dict[str, Any], text: str) -> 
     with pytest.raises(ValueError) as caught:
         resolve(given)
     assert text in str(caught.value)
+
+
+def test_busy_meter_counts_other_programs_and_not_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(100.0, 40.0, 5.0), (110.0, 47.0, 9.0), (110.0, 44.0, 9.0)])
+    monkeypatch.setattr(BusyMeter, "_read", staticmethod(lambda: next(readings)))
+    meter = BusyMeter()
+    assert meter.others() == pytest.approx(0.3)
+    assert meter.others() == 0.0
+
+
+def test_busy_meter_reads_this_machine() -> None:
+    meter, begin = BusyMeter(), time.process_time()
+    while time.process_time() - begin < 0.3:
+        pass
+    total, busy, own = meter._read()
+    assert total > meter._begin[0]
+    assert busy > meter._begin[1]
+    assert own - meter._begin[2] >= 0.2
 
 
 def test_trace_gives_the_number_of_experts_a_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -112,10 +113,12 @@ def known_tensors(buffer: deep_moe.Buffer) -> list[tuple[torch.Tensor, torch.Ten
 
 
 def fresh_tensors(buffer: deep_moe.Buffer, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """New tensors of the heap; as many as a Buffer gives, which may be none after a failure."""
     fresh = []
     for number in range(count):
-        tensor = buffer.empty((257 * 1024 + number,), torch.uint8).fill_(number + 17)
-        fresh.append((tensor, tensor.clone()))
+        with contextlib.suppress(deep_moe.DeepMoeTimeoutError, deep_moe.PeerLostError):
+            tensor = buffer.empty((257 * 1024 + number,), torch.uint8).fill_(number + 17)
+            fresh.append((tensor, tensor.clone()))
     return fresh
 
 
@@ -129,8 +132,10 @@ def after_the_failure(buffer: deep_moe.Buffer, comm: Any, tensors: list[Any]) ->
     time.sleep(0.1)
     damage = changed(tensors)
     buffer.reset()
+    new = fresh_tensors(buffer, 12)
+    assert len(new) == 12
     good = execute(good_program(RANKS), buffer.rank, [buffer])
-    return damage + changed(tensors), good
+    return damage + changed(tensors + new), good
 
 
 @pytest.mark.parametrize("number", range(6))

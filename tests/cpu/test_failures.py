@@ -64,6 +64,7 @@ def test_f1_sleeper_is_named_and_reset_mends(mode: str, form: str) -> None:
         if rank == 1:
             time.sleep(1.5)
         tried = attempt(calls[mode])
+        tried.value = None
         again = attempt(lambda: fused(buffer, given))
         checked = attempt(buffer.check)
         comm.allgather(None)
@@ -75,7 +76,8 @@ def test_f1_sleeper_is_named_and_reset_mends(mode: str, form: str) -> None:
     for one in (tried, again, checked):
         one.must_be(deep_moe.DeepMoeTimeoutError, r"rank 1\b", mode)
     assert 0.4 < tried.seconds < 3.0 and again.seconds < 0.3, (tried, again)
-    late.must_be(deep_moe.Error)
+    if not mode.startswith("low_latency"):  # there the late rank finds all it needs, sent before it came
+        late.must_be(deep_moe.Error)
     late_again.must_be(deep_moe.Error)
     check(good_program(), [good0, good1])
 
@@ -173,7 +175,7 @@ MISMATCHES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]
     "low-latency-hidden": (
         lambda buffer, sent: low(buffer, USUAL),
         lambda buffer, sent: low(buffer, WIDE),
-        ["512", "1024"],
+        ["512|1024", "1024|2048"],
     ),
     "weights-or-not": (
         lambda buffer, sent: buffer.combine(sent[0], sent[4], topk_weights=sent[2]),

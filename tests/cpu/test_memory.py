@@ -11,7 +11,7 @@ import torch
 
 import deep_moe
 
-from ..support.attempts import Attempt, attempt, good_program
+from ..support.attempts import Attempt, attempt, good_high_throughput, good_program
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
 from ..support.inputs import Case
 from ..support.low_latency import LowLatencyCombine, LowLatencyDispatch
@@ -73,13 +73,13 @@ def test_heap_of_one_rank_that_cannot_grow(megabytes: float, path: str, small_he
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         tried = attempt(lambda: execute(program, rank, [buffer]))
         gc.collect()
-        return tried, buffer.memory_stats(), execute(good_program(), rank, [buffer])
+        return tried, buffer.memory_stats(), execute(good_high_throughput(), rank, [buffer])
 
     results = run_ranks(rank_main, 2)
     finished = all_or_none([tried for tried, _, _ in results], program)
     assert finished or megabytes < 1.0, results[0][0].error
     assert results[1][1]["heap_bytes"] <= megabytes * 2**20, results[1][1]
-    check(good_program(), [good for _, _, good in results])
+    check(good_high_throughput(), [good for _, _, good in results])
 
 
 def test_heap_filled_until_growth_fails(small_heap: Any) -> None:
@@ -120,11 +120,11 @@ def test_low_latency_staging_that_cannot_grow(small_heap: Any) -> None:
             small_heap(0.25)
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         tried = attempt(lambda: execute(program, rank, [buffer]))
-        return tried, execute(Program(good_program().calls[:2]), rank, [buffer])
+        return tried, execute(good_high_throughput(), rank, [buffer])
 
     results = run_ranks(rank_main, 2)
     all_or_none([tried for tried, _ in results], program)
-    check(Program(good_program().calls[:2]), [good for _, good in results])
+    check(good_high_throughput(), [good for _, good in results])
 
 
 def test_capacity_given_at_the_start_needs_no_growth() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 from .gate import load_trace
 from .launch import run_ranks
-from .machine import build_info, describe_machine, describe_versions, pick_device, require_memory
+from .machine import BusyMeter, build_info, describe_machine, describe_versions, pick_device, require_memory
 from .models import find_model
 from .options import BenchOptions, resolve
 from .report import assemble_checks, assemble_rows, print_report, to_document, write_json, write_plot
 from .text import load_tokens
+
+BUSY_SHARE = 0.1
 
 
 def plan(given: dict[str, Any]) -> BenchOptions:
@@ -64,17 +66,25 @@ def run_bench(options: BenchOptions, json_path: Path | None, plot_path: Path | N
         require_matplotlib()
     require_memory(options)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    meter = BusyMeter()
     with ProgressLine() as progress:
         results, logs = run_ranks(options.ranks, options.to_json(), options.timeout, progress.on_event)
+    busy = meter.others()
     for line in dict.fromkeys(line for log in logs for line in log.splitlines()):
         print(line, file=sys.stderr)
     rows, checks = assemble_rows(results), assemble_checks(results)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
     print_report(console, options, rows, checks)
+    if busy > BUSY_SHARE:
+        console.print(
+            f"note: other programs used {busy:.0%} of this machine's processors during the run; "
+            "its figures, and memcpy's above all, are those of a busy machine",
+            soft_wrap=True,
+        )
     if json_path is not None:
         about = {
             "date": date,
-            "machine": describe_machine(options.device),
+            "machine": describe_machine(options.device) | {"busy_with_others": round(busy, 3)},
             "versions": describe_versions(),
             "build": build_info(),
         }

@@ -33,10 +33,10 @@ def nothing() -> None:
 
 @dataclass
 class Chain:
-    """Steps that are timed one after another on all ranks, with the rows and bytes that they move on this one.
+    """Steps that are timed one after another, with the rows and bytes that they move on this rank.
 
     ``kind`` is ``deep_moe``, ``memcpy``, ``gloo`` or ``layer``; ``limit`` names the memcpy chains of the same
-    bytes. ``before`` drops what the last run has left; ``verify`` checks it. ``marks`` are those of the clock.
+    bytes. ``before`` drops what the last run has left, ``verify`` checks it; ``marks`` are the clock's.
     """
 
     name: str

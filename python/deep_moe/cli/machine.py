@@ -64,6 +64,29 @@ def memory_bytes(field: str) -> int:
     return 0
 
 
+class BusyMeter:
+    """Measures what share of the machine's processors other programs have used since it was made."""
+
+    def __init__(self) -> None:
+        self._begin = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Returns seconds of all processors together, the busy ones of them, and those of this program."""
+        stat = Path("/proc/stat")
+        if not stat.exists():
+            return 0.0, 0.0, 0.0
+        ticks = [int(word) for word in stat.read_text(encoding="utf-8").splitlines()[0].split()[1:9]]
+        seconds = [tick / os.sysconf("SC_CLK_TCK") for tick in ticks]
+        idle = seconds[3] + seconds[4]
+        return sum(seconds), sum(seconds) - idle, sum(os.times()[:4])
+
+    def others(self) -> float:
+        """Returns the share, 0 to 1; ended child processes count as this program. 0 where it is unknown."""
+        total, busy, own = (now - begin for now, begin in zip(self._read(), self._begin, strict=True))
+        return min(1.0, max(0.0, (busy - own) / total)) if total > 0 else 0.0
+
+
 def describe_machine(device: str) -> dict[str, Any]:
     """Returns what the JSON file says about the machine."""
     machine: dict[str, Any] = {

@@ -15,36 +15,52 @@ import torch
 
 PIECE_BYTES = 1 << 20
 BARRIER_STRIDE = 16  # int64 words a rank: two cache lines, so that ranks do not share one
+POLL_SECONDS = 20e-6
+START_NS, SPIN_NS = (
+    400_000,
+    150_000,
+)  # a start lies so far ahead that sleepers see it; the end of the wait is spun
 
 Step = Callable[[], object]
 
 
 class SharedBarrier:
-    """A barrier of processes over one small shared file.
+    """A common start of processes over one small shared file, ``path``, that does not exist before.
 
-    Waiters spin and yield their core, so that all ranks leave within microseconds of each other, also where
-    there are more ranks than cores; the processes of a run share one ``path`` that does not exist before.
+    Ranks sleep until all are there, so that where there are more processes than cores none of them has used
+    up its turn, and then all leave at one moment of the machine's clock that rank 0 sets.
     """
 
     def __init__(self, path: Path, rank: int, num_ranks: int, timeout: float) -> None:
         self._rank, self._timeout, self._round = rank, timeout, 0
-        num_bytes = num_ranks * BARRIER_STRIDE * 8
+        num_bytes = (num_ranks + 2) * BARRIER_STRIDE * 8
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             os.ftruncate(file.fileno(), num_bytes)
-            self._words = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.int64)[::BARRIER_STRIDE]
+            words = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.int64)[::BARRIER_STRIDE]
+        self._arrived, self._start, self._start_round = words[:num_ranks], words[-2:-1], words[-1:]
 
     def wait(self) -> None:
         """Returns when all ranks have called it equally often; a TimeoutError names those missing."""
         self._round += 1
-        self._words[self._rank] = self._round
+        self._arrived[self._rank] = self._round
         deadline = time.monotonic() + self._timeout
-        while int(self._words.min()) < self._round:
-            os.sched_yield()
+        while int(self._start_round[0]) < self._round:
+            if self._rank == 0 and int(self._arrived.min()) >= self._round:
+                self._start[0] = time.perf_counter_ns() + START_NS
+                self._start_round[0] = self._round
+                break
+            time.sleep(POLL_SECONDS)
             if time.monotonic() > deadline:
-                missing = [rank for rank, seen in enumerate(self._words.tolist()) if seen < self._round]
+                missing = [rank for rank, seen in enumerate(self._arrived.tolist()) if seen < self._round]
                 raise TimeoutError(
                     f"rank {self._rank} waited {self._timeout:g} s at a barrier for ranks {missing}"
                 )
+        start = int(self._start[0])
+        while (left := start - time.perf_counter_ns()) > 0:
+            if left > SPIN_NS:
+                time.sleep((left - SPIN_NS) * 1e-9)
+            else:
+                os.sched_yield()
 
 
 class StepTimer:

@@ -1,0 +1,139 @@
+"""The calls that published programs for training make, exactly as they make them: each must run unchanged.
+
+Results are checked against the reference; beyond that it matters that the calls are taken, and that what
+comes back has the form that the program relies on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import deep_moe
+from deep_moe import reference
+
+from ..support.compare import same_values
+from ..support.inputs import Case
+from ..support.ranks import run_ranks
+
+CASE = Case("consumer", (12, 9), hidden=512, experts=8, topk=4)
+GIVEN = CASE.inputs()
+
+
+class FusedDispatch(torch.autograd.Function):
+    """Megatron's: the backward of dispatch is a combine of the gradients, with the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, idx: Any, weights: Any, buffer: Any) -> Any:
+        previous = deep_moe.EventOverlap(deep_moe.EventHandle())
+        layout = buffer.get_dispatch_layout(
+            idx, 8, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
+        )
+        rows, ids, probs, counts, handle, event = buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=weights,
+            num_tokens_per_rank=layout[0],
+            num_tokens_per_rdma_rank=layout[1],
+            is_token_in_rank=layout[3],
+            num_tokens_per_expert=layout[2],
+            previous_event=deep_moe.EventOverlap(deep_moe.EventHandle()),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        event.current_stream_wait()
+        ctx.buffer, ctx.handle = buffer, handle
+        return rows, ids, probs, torch.tensor(counts), handle
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _ids: Any, grad_probs: Any, _counts: Any, _handle: Any) -> Any:
+        grad_x, grad_weights, event = ctx.buffer.combine(
+            grad.contiguous(),
+            ctx.handle,
+            topk_weights=grad_probs.float(),
+            previous_event=deep_moe.EventOverlap(deep_moe.EventHandle()),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        event.current_stream_wait()
+        return grad_x, None, grad_weights, None
+
+
+class FusedCombine(torch.autograd.Function):
+    """Megatron's: the backward of combine is a cached dispatch of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, handle: Any, buffer: Any) -> Any:
+        ctx.buffer, ctx.handle = buffer, handle
+        previous = deep_moe.EventOverlap(deep_moe.EventHandle())
+        out, _, event = buffer.combine(
+            x, handle=handle, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
+        )
+        event.current_stream_wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        rows, _, _, _, _, event = ctx.buffer.dispatch(
+            grad.contiguous(),
+            handle=ctx.handle,
+            previous_event=deep_moe.EventOverlap(deep_moe.EventHandle()),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        event.current_stream_wait()
+        return rows, None, None
+
+
+def test_megatron_autograd(form: str) -> None:
+    """Gradients through dispatch, weighted rows and combine are those of the same layer on one rank."""
+    whole = [torch.randint(-4, 5, x.shape).float() for x in GIVEN.x if isinstance(x, torch.Tensor)]
+    eighths = [(weights * 8).round() / 8 for weights in GIVEN.topk_weights]
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        buffer = deep_moe.Buffer(None, comm=comm)
+        x = whole[rank].clone().requires_grad_()
+        weights = eighths[rank].clone().requires_grad_()
+        rows, ids, probs, _, handle = FusedDispatch.apply(x, GIVEN.topk_idx[rank], weights, buffer)
+        y = rows * torch.where(ids >= 0, probs, 0.0).sum(1, keepdim=True)
+        out = FusedCombine.apply(y, handle, buffer)
+        out.backward(torch.ones_like(out))
+        return out.detach(), x.grad, weights.grad
+
+    for rank, (out, grad_x, grad_weights) in enumerate(run_ranks(rank_main, 2, form=form)):
+        total = eighths[rank].sum(1, keepdim=True)
+        same_values(out, whole[rank] * total, f"rank {rank}, output")
+        same_values(grad_x, total.expand_as(grad_x).contiguous(), f"rank {rank}, gradient of x")
+        expected = whole[rank].sum(1, keepdim=True).expand_as(grad_weights).contiguous()
+        same_values(grad_weights, expected, f"rank {rank}, gradient of the weights")
+
+
+class SavedHandle(torch.autograd.Function):
+    """xtuner's: the handle goes through save_for_backward and comes back as a plain tuple."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, idx: Any, buffer: Any) -> Any:
+        waits = deep_moe.EventOverlap(None)
+        waits.event = deep_moe.Buffer.capture().event
+        rows, _, _, _, handle, event = buffer.dispatch(x, topk_idx=idx, num_experts=8, previous_event=waits)
+        event.current_stream_wait()
+        ctx.save_for_backward(*handle)
+        ctx.buffer = buffer
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.buffer.combine(grad, ctx.saved_tensors)[0], None, None
+
+
+def test_xtuner_saves_the_handle_for_backward(form: str) -> None:
+    def rank_main(comm: Any, rank: int) -> Any:
+        buffer = deep_moe.Buffer(None, comm=comm)
+        x = GIVEN.x[rank].clone().requires_grad_()
+        SavedHandle.apply(x, GIVEN.topk_idx[rank], buffer).float().sum().backward()
+        return x.grad
+
+    for rank, grad in enumerate(run_ranks(rank_main, 2, form=form)):
+        ranks = reference.layout(GIVEN.topk_idx[rank], 8, 2).is_token_in_rank.sum(1, keepdim=True)
+        same_values(grad, ranks.to(grad.dtype).expand_as(grad).contiguous(), f"rank {rank}")
