@@ -10,7 +10,7 @@ build_wheel build/dist
 install_wheel build/dist
 
 say "deep-moe doctor"
-deep-moe doctor || true
+deep-moe doctor
 say "deep-moe bench $*"
 deep-moe bench "$@"
 say "done in $((SECONDS - started)) s; next: . $(realpath --relative-to="$REPO" "$VENV")/bin/activate && deep-moe bench --help"

@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nightly",
         action="store_true",
         default=os.environ.get("DEEP_MOE_NIGHTLY", "") == "1",
-        help="run the tests marked nightly too; default: DEEP_MOE_NIGHTLY=1",
+        help="run tests marked nightly too, and 2000 examples a property; default: DEEP_MOE_NIGHTLY=1",
     )
 
 
@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: takes more than about ten seconds",
     ):
         config.addinivalue_line("markers", line)
+    if config.getoption("--nightly") and "DEEP_MOE_HYPOTHESIS_PROFILE" not in os.environ:
+        hypothesis.settings.load_profile("nightly")
     config.stash[_expected] = {tier for tier in config.getoption("--expect-tier").split(",") if tier}
     config.stash[_ran] = set()
 
@@ -92,8 +94,10 @@ def what_is_missing(item: pytest.Item) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if config.getoption("--nightly") and config.pluginmanager.hasplugin("timeout"):
+            item.add_marker(pytest.mark.timeout(7200))
         if tiers(item) == {"cpu"}:
             item.add_marker(pytest.mark.cpu)
 

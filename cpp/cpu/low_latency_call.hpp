@@ -52,7 +52,7 @@ struct SlotUse {
 
 // Announces the call, makes the staging large enough (all ranks alike) and waits until every rank has read what the
 // slot held before. Where this throws, the slot has been given back.
-SlotUse take_slot(LowLatencyContext& context, layout::Announce words, std::size_t slot_bytes);
+SlotUse take_slot(LowLatencyContext& context, const layout::Announce& announce, std::size_t slot_bytes);
 // Tells the peers that this rank has read (or given up) what they put into the slot.
 void release_slot(LowLatencyContext& context, const SlotUse& use) noexcept;
 

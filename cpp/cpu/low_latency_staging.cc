@@ -32,7 +32,7 @@ int make_segment(Domain& domain, LowLatencyState& state, std::int64_t bytes, std
     return -1;
   }
   try {
-    state.spare_segment = domain.heap().append_foreign(Segment::create(wanted));
+    state.spare_segment = domain.heap().append_foreign(HostSegment::create(wanted));
     state.spare_bytes = bytes;
   } catch (const Error& error) {
     *reason = error.what();
@@ -207,9 +207,10 @@ void skip_call(Domain& domain, LowLatencyState& state) noexcept {
   if (!state.slots[slot].call) post_consumed(domain, slot, epoch);
 }
 
-SlotUse take_slot(LowLatencyContext& context, layout::Announce words, std::size_t slot_bytes) {
+SlotUse take_slot(LowLatencyContext& context, const layout::Announce& announce, std::size_t slot_bytes) {
   Domain& domain = context.base.domain;
   LowLatencyState& state = context.state;
+  layout::Announce words = announce;
   SlotUse use;
   use.slot = static_cast<int>(state.sequence % layout::kLowLatencySlots);
   use.call = call_name(words.signature.kind);

@@ -169,6 +169,12 @@ void check_shrink(const BufferOptions& options, const char* call) {
 
 }  // namespace
 
+void Buffer::Impl::unmask() {
+  // Collective, whatever this rank's own mask says: the rank that others have masked may have masked nobody.
+  guarded([&] { domain->reset(true); });
+  restart_low_latency();
+}
+
 void Buffer::update_mask(int rank, bool masked) {
   const auto lock = impl_->lock_call();
   check_shrink(impl_->options, "low_latency_update_mask_buffer");
@@ -176,9 +182,8 @@ void Buffer::update_mask(int rank, bool masked) {
     throw_value("rank", std::to_string(rank), "another rank, 0 to " + std::to_string(impl_->num_ranks - 1));
   if (masked) {
     impl_->domain->set_masked(rank, true);
-  } else if (impl_->domain->masked(rank)) {
-    impl_->guarded([&] { impl_->domain->reset(true); });
-    impl_->restart_low_latency();
+  } else {
+    impl_->unmask();
   }
 }
 
@@ -191,11 +196,7 @@ void Buffer::query_mask(std::int32_t* status) const {
 void Buffer::clean_mask() {
   const auto lock = impl_->lock_call();
   check_shrink(impl_->options, "low_latency_clean_mask_buffer");
-  bool any = false;
-  for (int peer = 0; peer < impl_->num_ranks; ++peer) any = any || impl_->domain->masked(peer);
-  if (!any) return;
-  impl_->guarded([&] { impl_->domain->reset(true); });
-  impl_->restart_low_latency();
+  impl_->unmask();
 }
 
 Tensor Buffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {

@@ -30,6 +30,7 @@ struct Buffer::Impl : std::enable_shared_from_this<Buffer::Impl> {
   cpu::Context context() { return {*domain, *pool}; }
   cpu::LowLatencyContext low_latency_context();
   void restart_low_latency();
+  void unmask();
   void destroy();
 
   const int rank, num_ranks;

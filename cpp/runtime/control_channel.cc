@@ -28,9 +28,13 @@ constexpr std::int32_t kHelloMagic = 0x6d6f65;
 
 struct WireSegment {
   std::int32_t id;
-  std::int32_t reserved;
+  std::uint32_t kind;
   std::uint64_t bytes;
+  std::uint32_t has_fd;
+  std::uint32_t num_text_bytes;
+  char text[ControlChannel::kMaxText];  // the message ends behind what is used of it
 };
+constexpr std::size_t kWireHead = offsetof(WireSegment, text);
 
 socklen_t abstract_address(const std::string& name, sockaddr_un* address) {
   std::memset(address, 0, sizeof(*address));
@@ -140,19 +144,24 @@ void ControlChannel::connect(const std::vector<std::string>& names, const std::v
 }
 
 void ControlChannel::send_segment(int peer, const SegmentMessage& message) {
-  WireSegment wire{message.id, 0, message.bytes};
-  iovec part{&wire, sizeof(wire)};
+  const bool has_fd = message.fd >= 0;
+  const std::size_t num_text_bytes = std::min(message.text.size(), kMaxText);
+  WireSegment wire{message.id, message.kind, message.bytes, has_fd, static_cast<std::uint32_t>(num_text_bytes), {}};
+  std::memcpy(wire.text, message.text.data(), num_text_bytes);
+  iovec part{&wire, kWireHead + num_text_bytes};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr header{};
   header.msg_iov = &part;
   header.msg_iovlen = 1;
-  header.msg_control = control;
-  header.msg_controllen = sizeof(control);
-  cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(rights), &message.fd, sizeof(int));
+  if (has_fd) {
+    header.msg_control = control;
+    header.msg_controllen = sizeof(control);
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(rights), &message.fd, sizeof(int));
+  }
   ssize_t sent;
   do {
     sent = ::sendmsg(fds_[peer], &header, MSG_NOSIGNAL);
@@ -183,12 +192,18 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
     return false;
   }
   const cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  if (got != sizeof(wire) || rights == nullptr || rights->cmsg_type != SCM_RIGHTS)
+  const bool whole = static_cast<std::size_t>(got) >= kWireHead &&
+                     static_cast<std::size_t>(got) == kWireHead + wire.num_text_bytes;
+  const bool has_fd = rights != nullptr && rights->cmsg_type == SCM_RIGHTS;
+  if (!whole || has_fd != (wire.has_fd != 0))
     throw Error("rank " + std::to_string(rank_) + " got a broken control message from rank " + std::to_string(peer) +
                 " (too many open files?)");
   message->id = wire.id;
   message->bytes = wire.bytes;
-  std::memcpy(&message->fd, CMSG_DATA(rights), sizeof(int));
+  message->kind = wire.kind;
+  message->text.assign(wire.text, wire.num_text_bytes);
+  message->fd = -1;
+  if (has_fd) std::memcpy(&message->fd, CMSG_DATA(rights), sizeof(int));
   return true;
 }
 

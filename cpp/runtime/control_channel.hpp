@@ -24,8 +24,11 @@ class ControlChannel {
   struct SegmentMessage {
     int id = -1;
     std::size_t bytes = 0;
-    int fd = -1;
+    int fd = -1;             // -1: none travels
+    std::uint32_t kind = 0;  // the ranks' own business, as is `text`
+    std::string text = {};   // up to kMaxText bytes, any
   };
+  static constexpr std::size_t kMaxText = 480;
   void send_segment(int peer, const SegmentMessage& message);  // throws Error if the peer is gone
   // Takes one message if one is there. Returns false if none is; sets *closed if the peer's end is closed.
   bool receive_segment(int peer, SegmentMessage* message, bool* closed);

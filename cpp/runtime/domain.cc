@@ -97,7 +97,7 @@ std::shared_ptr<Segment> Domain::fetch_segment(int peer, int id) {
   for (;;) {
     ControlChannel::SegmentMessage message;
     bool closed = false;
-    while (channel_->receive_segment(peer, &message, &closed)) keep(message.id, Segment::map(message.fd, message.bytes));
+    while (channel_->receive_segment(peer, &message, &closed)) keep(message.id, HostSegment::map(message.fd, message.bytes));
     if (auto segment = known()) return segment;
     if (closed)
       throw PeerLostError("rank " + std::to_string(peer) + " was lost before rank " + std::to_string(rank_) +
@@ -120,7 +120,7 @@ void Domain::announce_segment(int id, const std::shared_ptr<Segment>& segment) {
   register_local_segment(uid_, id, segment);
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (peer == rank_ || peers_[peer].local) continue;
-    channel_->send_segment(peer, {id, segment->bytes(), segment->fd()});
+    channel_->send_segment(peer, {.id = id, .bytes = segment->bytes(), .fd = segment->fd()});
   }
 }
 

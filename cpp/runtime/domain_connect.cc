@@ -1,12 +1,8 @@
 // The constructor of a Domain: the only place where the user's process group is used.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <limits>
-#include <random>
 #include <thread>
 
 #include "runtime/domain.hpp"
@@ -34,25 +30,6 @@ struct Status {
   std::uint32_t failed;
   char reason[layout::kReasonBytes];
 };
-
-std::uint64_t random_uid() {
-  std::random_device random;
-  return (static_cast<std::uint64_t>(random()) << 32) | random() | 1;
-}
-
-std::uint64_t process_uid() {
-  static const std::uint64_t first = random_uid();
-  return first ^ (fork_count() << 48) ^ static_cast<std::uint64_t>(::getpid());
-}
-
-std::uint64_t machine_uid() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string text;
-  std::getline(file, text);
-  std::uint64_t hash = 14695981039346656037ull;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
-  return hash;
-}
 
 std::size_t max_heap_bytes() {
   const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES");
@@ -129,7 +106,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
     max_bytes = max_heap_bytes();
     channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);
     std::memcpy(hello.socket_name, channel_->name().c_str(), channel_->name().size() + 1);
-    workspace_segment_ = Segment::create(layout::workspace_bytes(num_ranks_));
+    workspace_segment_ = HostSegment::create(layout::workspace_bytes(num_ranks_));
   } catch (const std::exception& error) {
     own_error = std::current_exception();
     set_reason(error, &hello.failed, hello.reason);

@@ -17,10 +17,12 @@ std::size_t round_block(std::size_t bytes) {
 
 }  // namespace
 
-Heap::Heap(std::size_t max_bytes, AnnounceSegment announce_segment)
-    : max_bytes_(max_bytes), announce_segment_(std::move(announce_segment)) {}
+Heap::Heap(std::size_t max_bytes, AnnounceSegment announce_segment, MakeSegment make_segment)
+    : max_bytes_(max_bytes),
+      announce_segment_(std::move(announce_segment)),
+      make_segment_(std::move(make_segment)) {}
 
-bool Heap::grow(std::size_t bytes, std::string* reason) {
+bool Heap::grow(std::size_t bytes, std::string* reason, int* new_id) {
   bytes = round_block(bytes);
   std::size_t have;
   {
@@ -38,20 +40,34 @@ bool Heap::grow(std::size_t bytes, std::string* reason) {
   wanted = std::max(layout::align_up(wanted, 4096), bytes);
   std::shared_ptr<Segment> segment;
   try {
-    segment = Segment::create(wanted);
+    segment = make_segment_(wanted);
   } catch (const Error&) {
     try {
-      segment = Segment::create(bytes);
+      segment = make_segment_(bytes);
     } catch (const Error& error) {
       *reason = error.what();
       return false;
     }
   }
   const int id = append_foreign(segment);
+  if (new_id != nullptr) *new_id = id;
   const std::lock_guard<std::mutex> lock(mutex_);
   entries_[id].holds_blocks = true;
   heap_bytes_ += segment->bytes();
   insert_free(id, 0, segment->bytes());
+  return true;
+}
+
+bool Heap::retire(int id) {
+  std::shared_ptr<Segment> dropped;  // freed after the lock
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Entry& entry = entries_.at(static_cast<std::size_t>(id));
+  if (!entry.holds_blocks || !entry.live.empty()) return false;
+  for (const auto& [offset, bytes] : entry.free_ranges) by_size_.erase({bytes, {id, offset}});
+  entry.free_ranges.clear();
+  entry.holds_blocks = false;
+  heap_bytes_ -= entry.segment->bytes();
+  dropped.swap(entry.segment);
   return true;
 }
 
@@ -214,8 +230,9 @@ bool Heap::locate(const void* ptr, std::size_t bytes, int* segment, std::size_t*
   const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t id = 0; id < entries_.size(); ++id) {
     const Entry& entry = entries_[id];
+    if (!entry.holds_blocks) continue;
     const char* base = entry.segment->base();
-    if (!entry.holds_blocks || begin < base || begin + bytes > base + entry.segment->bytes()) continue;
+    if (begin < base || begin + bytes > base + entry.segment->bytes()) continue;
     const std::size_t at = static_cast<std::size_t>(begin - base);
     auto live = entry.live.upper_bound(at);
     if (live == entry.live.begin()) return false;

@@ -31,10 +31,14 @@ class Heap : public std::enable_shared_from_this<Heap> {
  public:
   // `announce_segment(id, segment)` makes a new segment reachable for the peers before any of its blocks is used.
   using AnnounceSegment = std::function<void(int id, const std::shared_ptr<Segment>&)>;
-  Heap(std::size_t max_bytes, AnnounceSegment announce_segment);
+  using MakeSegment = std::function<std::shared_ptr<Segment>(std::size_t bytes)>;  // throws Error
+  Heap(std::size_t max_bytes, AnnounceSegment announce_segment, MakeSegment make_segment = HostSegment::create);
 
   // Appends a segment of at least `bytes` for blocks. Returns false (and why) where the memory cannot be had.
-  bool grow(std::size_t bytes, std::string* reason);
+  bool grow(std::size_t bytes, std::string* reason, int* id = nullptr);
+  // No more blocks from a segment that holds none, because some peer cannot reach it: its memory is dropped, its id stays
+  // taken. False if it holds blocks.
+  bool retire(int id);
   // Registers memory under the next segment id without using it for blocks (workspace, low-latency staging).
   int append_foreign(const std::shared_ptr<Segment>& segment);
 
@@ -78,6 +82,7 @@ class Heap : public std::enable_shared_from_this<Heap> {
 
   const std::size_t max_bytes_;
   const AnnounceSegment announce_segment_;
+  const MakeSegment make_segment_;
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;
   std::set<std::pair<std::size_t, std::pair<int, std::size_t>>> by_size_;  // (bytes, (segment, offset))

@@ -4,6 +4,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <fstream>
+#include <random>
+#include <string>
 
 namespace deep_moe {
 namespace {
@@ -29,6 +32,25 @@ struct Registration {
 }  // namespace
 
 std::uint64_t fork_count() { return forks.load(std::memory_order_relaxed); }
+
+std::uint64_t random_uid() {
+  std::random_device random;
+  return (static_cast<std::uint64_t>(random()) << 32) | random() | 1;
+}
+
+std::uint64_t process_uid() {
+  static const std::uint64_t first = random_uid();
+  return first ^ (fork_count() << 48) ^ static_cast<std::uint64_t>(::getpid());
+}
+
+std::uint64_t machine_uid() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string text;
+  std::getline(file, text);
+  std::uint64_t hash = 14695981039346656037ull;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  return hash;
+}
 
 void close_in_child(int fd) {
   for (auto& entry : descriptors) {

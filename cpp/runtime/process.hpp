@@ -9,6 +9,11 @@ namespace deep_moe {
 // belong to a parent process.
 std::uint64_t fork_count();
 
+// Names that no two of their kind share.
+std::uint64_t random_uid();
+std::uint64_t process_uid();  // equal for threads of one process
+std::uint64_t machine_uid();  // equal for processes of one boot of one machine
+
 // A descriptor that a forked child must not keep open: a parent's end of it has to close when the parent ends.
 void close_in_child(int fd);
 void forget_close_in_child(int fd);

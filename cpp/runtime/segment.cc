@@ -36,7 +36,7 @@ LocalSegments& local_segments() {
 
 }  // namespace
 
-std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
+std::shared_ptr<Segment> HostSegment::create(std::size_t bytes) {
   const int fd = ::memfd_create("deep_moe", MFD_CLOEXEC);
   if (fd < 0) throw Error(std::string("cannot make shared memory (memfd_create): ") + std::strerror(errno));
   int status;
@@ -49,16 +49,16 @@ std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
     throw Error("cannot get " + std::to_string(bytes) + " bytes of shared memory: " + reason);
   }
   try {
-    return std::shared_ptr<Segment>(new Segment(map_shared(fd, bytes), bytes, fd));
+    return std::shared_ptr<Segment>(new HostSegment(map_shared(fd, bytes), bytes, fd));
   } catch (...) {
     ::close(fd);
     throw;
   }
 }
 
-std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
+std::shared_ptr<Segment> HostSegment::map(int fd, std::size_t bytes) {
   try {
-    std::shared_ptr<Segment> segment(new Segment(map_shared(fd, bytes), bytes, -1));
+    std::shared_ptr<Segment> segment(new HostSegment(map_shared(fd, bytes), bytes, -1));
     ::close(fd);
     return segment;
   } catch (...) {
@@ -67,7 +67,7 @@ std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
   }
 }
 
-Segment::~Segment() {
+HostSegment::~HostSegment() {
   ::munmap(base_, bytes_);
   if (fd_ >= 0) ::close(fd_);
 }

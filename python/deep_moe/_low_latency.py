@@ -164,9 +164,11 @@ class LowLatencyCalls(BufferBase):
         self.runtime.clean_low_latency_buffer(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank (``mask=True``), so that it is neither sent to nor waited for, or unmasks it. Local.
+        """Masks a rank (``mask=True``), so that it is neither sent to nor waited for; or unmasks.
 
-        Ranks must agree on who is unmasked before their next call. Needs ``enable_shrink=True``.
+        Masking is local. Unmasking is collective over all ranks, the masked ones included: all of them call it (or
+        :meth:`low_latency_clean_mask_buffer`), it waits for all of them, and afterwards nobody is masked. Needs
+        ``enable_shrink=True``.
 
         Raises:
             ValueError: no such other rank, or the Buffer was made without ``enable_shrink``.
@@ -183,5 +185,9 @@ class LowLatencyCalls(BufferBase):
         self.runtime.query_mask(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Unmasks all ranks, as :meth:`low_latency_update_mask_buffer` does one. Local."""
+        """Unmasks all ranks. Collective: every rank calls it, the masked ones included.
+
+        Raises:
+            DeepMoeTimeoutError, PeerLostError: a rank does not take part. ValueError: made without ``enable_shrink``.
+        """
         self.runtime.clean_mask()

@@ -176,14 +176,17 @@ def _pad(received: Received, rank: int, num_worst_tokens: int) -> Received:
             f"num_worst_tokens is {num_worst_tokens}, but rank {rank} receives {received.num_rows} rows"
         )
 
-    def tail(t: Tensor, value: float) -> Tensor:
-        return torch.cat([t, torch.full((missing, *t.shape[1:]), value).to(t.dtype)])
+    def more(parts: Sequence[Tensor]) -> Tensor:
+        rows = _as_bytes(parts[0])
+        return _as_type(torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]), parts[0])
 
-    x, idx, weights = received.x, received.topk_idx, received.topk_weights
+    idx, weights = received.topk_idx, received.topk_weights
+    if weights is not None:
+        weights = torch.cat([weights, weights.new_zeros(missing, weights.shape[1])])
     return Received(
-        x=tail(x, 0) if isinstance(x, Tensor) else (tail(x[0], 0), tail(x[1], 0)),
-        topk_idx=tail(idx, -1),
-        topk_weights=None if weights is None else tail(weights, 0),
+        x=_each_part([received.x], more),
+        topk_idx=torch.cat([idx, idx.new_full((missing, idx.shape[1]), -1)]),
+        topk_weights=weights,
         num_tokens_per_expert=[],
         num_rows=received.num_rows,
     )

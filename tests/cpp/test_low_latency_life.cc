@@ -72,6 +72,17 @@ void whole_trip(Buffer& buffer, const LowShape& shape) {
   check(buffer, trip);
 }
 
+// A call of the high-throughput mode.
+void plain_dispatch(Buffer& buffer, const LowShape& shape) {
+  LowModel model(shape);
+  const LowLatencyDispatchArgs low = model.dispatch_args(buffer.rank(), false);
+  DispatchArgs args;
+  args.x = low.x;
+  args.topk_idx = low.topk_idx;
+  args.num_experts = low.num_experts;
+  buffer.dispatch(args);
+}
+
 }  // namespace
 
 TEST_CASE("three calls may be in flight, in any order of their hooks; a fourth raises and changes nothing") {
@@ -114,15 +125,23 @@ TEST_CASE("a late hook of a call that a peer refused raises that, however late")
   check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
     Buffer buffer(bootstrap, low_options());
     whole_trip(buffer, shape_of(2, 9));  // makes the staging, for which all ranks must come together
+    // Later low-latency calls take the slot; those of the other mode take the announcement's place.
     for (const std::uint64_t calls : {0, 2, 6, 20}) {
-      Trip refused;
-      if (bootstrap.rank == 0) {
-        refused = start(buffer, shape_of(2, 1), false);
-      } else {
-        expect_throw<ArgumentTypeError>([&] { buffer.low_latency_dispatch({}); }, "topk_idx");
+      for (const bool low : {true, false}) {
+        Trip refused;
+        if (bootstrap.rank == 0) {
+          refused = start(buffer, shape_of(2, 1), false);
+        } else {
+          expect_throw<ArgumentTypeError>([&] { buffer.low_latency_dispatch({}); }, "topk_idx");
+        }
+        for (std::uint64_t i = 0; i < calls; ++i) {
+          if (low)
+            whole_trip(buffer, shape_of(2, 10 + i));
+          else
+            plain_dispatch(buffer, shape_of(2, 10 + i));
+        }
+        if (bootstrap.rank == 0) expect_throw<PeerRefusedError>([&] { refused.dispatched.hook(); }, "rank 1");
       }
-      for (std::uint64_t i = 0; i < calls; ++i) whole_trip(buffer, shape_of(2, 10 + i));
-      if (bootstrap.rank == 0) expect_throw<PeerRefusedError>([&] { refused.dispatched.hook(); }, "rank 1");
     }
   }));
 }
@@ -218,11 +237,7 @@ TEST_CASE("calls that differ raise on every rank, and the Buffer stays usable") 
       const std::string text = expect_throw<CallMismatchError>(
           [&] {
             if (rank == 1 && round >= 4) {
-              DispatchArgs other;
-              other.x = args.x;
-              other.topk_idx = args.topk_idx;
-              other.num_experts = args.num_experts;
-              buffer.dispatch(other);
+              plain_dispatch(buffer, model.shape);
             } else {
               const auto result = buffer.low_latency_dispatch(args);
               if (result.hook) result.hook();

@@ -111,7 +111,7 @@ REFUSALS = [
     Refusal("U4-over-the-cap", LL, put(num_max_dispatch_tokens_per_rank=11), ValueError, (11, 12)),
     Refusal("x-no-tensor", HT, put(x=[[1.0]]), TypeError, ("x",)),
     Refusal("x-1d", HT, put(x=rows(512)), ValueError, ("x",)),
-    Refusal("ids-of-other-rows", HT, longer("topk_idx", "topk_weights"), ValueError, ("topk_idx", 24, 12)),
+    Refusal("ids-of-other-rows", HT, longer("topk_idx", "topk_weights"), ValueError, (24, 12)),
     Refusal("weights-of-other-rows", HT, longer("topk_weights"), ValueError, ("topk_weights", 24, 12)),
     Refusal("alignment-0", HT, put(expert_alignment=0), ValueError, ("expert_alignment", 0)),
     Refusal("worst-negative", HT, put(num_worst_tokens=-1), ValueError, ("num_worst_tokens", -1)),

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from ..support.compare import one_rounding, within
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
 from ..support.inputs import Case
 from ..support.low_latency import LowLatencyCombine, LowLatencyDispatch
@@ -189,6 +190,41 @@ def test_b3_two_buffers_are_independent(form: str) -> None:
         Combine(10, buffer=0),
     ]
     run(Program(calls, [BufferOptions(), BufferOptions(1 << 20, 1 << 20)]), 2, form)
+
+
+@pytest.mark.parametrize("path", ["v1", "fused"])
+def test_g1_no_sync_dispatch_pads_its_tail(path: str, form: str) -> None:
+    """The CPU's half of the row: new ids, then no tokens at all, then few, into results of a fixed size."""
+    calls = []
+    for tokens, seed in (((30, 34), 0), ((30, 34), 1), ((0, 0), 2), ((3, 0), 3)):
+        given = two(name="G1", tokens=tokens, seed=seed, routing="mixed").inputs()
+        calls += [Dispatch(given, path, worst=64), Combine(len(calls), in_heap=True)]
+    results = run(Program(calls), 2, form)
+    for of_rank in results:
+        for call in of_rank[::2]:
+            real = int((call["idx"] >= 0).any(1).sum())
+            assert call["idx"].shape == (64, 4) and bool((call["idx"][real:] == -1).all())
+            assert bool((call["weights"][real:] == 0).all()) and call["counts"] == []
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
+def test_w3_sums_are_within_one_rounding_of_exact_ones(dtype: torch.dtype, form: str) -> None:
+    """Against sums in float64 of the same rows, in no particular order."""
+    case = two(name="W3", tokens=(50, 40, 60, 30), topk=8, dtype=dtype)
+    given, back = case.inputs(), Combine(0)
+    results = run(Program([Dispatch(given), back]), 4, form)
+    sent = [result[0]["in rank"] for result in results]
+    for source in range(4):
+        exact = torch.zeros(case.tokens[source], case.hidden, dtype=torch.float64)
+        magnitude = torch.zeros_like(exact)
+        for rank in range(4):
+            rows = back.rows(rank, sum(int(one[:, rank].sum()) for one in sent), case.hidden, dtype)
+            first = sum(int(one[:, rank].sum()) for one in sent[:source])
+            mine = rows[first : first + int(sent[source][:, rank].sum())].double()
+            exact[sent[source][:, rank]] += mine
+            magnitude[sent[source][:, rank]] += mine.abs()
+        allowed = one_rounding(dtype, exact) + magnitude * 2.0**-22
+        within(results[source][1]["x"], exact.to(dtype), allowed * 2, f"rank {source}")
 
 
 @pytest.mark.parametrize("path", ["v1", "fused", "layout only"])

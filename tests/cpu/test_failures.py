@@ -98,6 +98,8 @@ def test_f1_late_hook_names_who_is_waited_for(form: str) -> None:
 
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=0.5)
+        low(buffer, given)  # the staging is there from now on
+        comm.allgather(None)
         if rank == 1:
             time.sleep(1.2)
         result = attempt(lambda: low(buffer, given, return_recv_hook=True))

@@ -172,6 +172,8 @@ class Buffer {
   LowLatencyCombineResult low_latency_combine(const LowLatencyCombineArgs& args);
   void clean_low_latency_buffer(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden,
                                 std::int64_t num_experts);
+  // Need enable_shrink. Masking is local; unmasking (masked = false, or clean_mask) is collective over all ranks, the
+  // masked ones included, and unmasks all of them.
   void update_mask(int rank, bool masked);
   void query_mask(std::int32_t* status) const;  // [R], 1 = masked
   void clean_mask();

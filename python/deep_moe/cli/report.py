@@ -128,9 +128,10 @@ def describe_pair(name: str, entry: dict[str, float], num_ranks: int) -> str:
     """Returns the sentence of one entry of :func:`summarise`."""
     text = f"{name}: a dispatch + combine pair takes {entry['pair_us']:,.0f} us"
     if "memcpy_us" in entry:
+        processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
         aim = f" (aim: {TARGET_SHARE:g})" if name.startswith("HT") else ""
         text += (
-            f"; memcpy of the same bytes by {num_ranks} processes takes {entry['memcpy_us']:,.0f} us: "
+            f"; memcpy of the same bytes by {processes} takes {entry['memcpy_us']:,.0f} us: "
             f"{entry['share_of_memcpy']:.2f} of its speed{aim}"
         )
     if "gloo_us" in entry:
