@@ -22,9 +22,7 @@ static inline float float_of(std::uint32_t bits) {
   return value;
 }
 
-static inline float bf16_to_float(std::uint16_t bits) {
-  return float_of(static_cast<std::uint32_t>(bits) << 16);
-}
+static inline float bf16_to_float(std::uint16_t bits) { return float_of(static_cast<std::uint32_t>(bits) << 16); }
 
 static inline std::uint16_t float_to_bf16(float value) {
   const std::uint32_t bits = bits_of(value);

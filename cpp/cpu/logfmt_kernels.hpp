@@ -1,5 +1,5 @@
-// The arithmetic of logfmt.hpp, over the compiler's vector types like simd_kernels.hpp: included by the same files, with
-// internal linkage for the same reason.
+// The arithmetic of logfmt.hpp, over the compiler's vector types like simd_kernels.hpp: included by the same files,
+// with internal linkage for the same reason.
 #pragma once
 
 #include "cpu/logfmt.hpp"
@@ -52,7 +52,8 @@ struct LogfmtKernels {
     return __builtin_convertvector(whole, F) + 2.88539008f * series;
   }
 
-  static F exp2_of(F power) {  // from -150 to kMaxLog
+  // `power` from -150 to kMaxLog.
+  static F exp2_of(F power) {
     const F shifted = power + 0x1.8p23f;  // rounds to an integer
     const I whole = (I)((U)shifted - (U)all(0x1.8p23f));
     const F x = (power - (shifted - 0x1.8p23f)) * 0.693147181f;
@@ -114,7 +115,7 @@ struct LogfmtKernels {
       F index = (load<F>(logs + i) - header.least) * per_step + (1.0f - meeting);
       index = index > F{} ? index : F{};
       index = index < all(kLastIndex) ? index : all(kLastIndex);
-      U code = (U)__builtin_convertvector(index, I) + 1u;
+      U code = (U) __builtin_convertvector(index, I) + 1u;
       code = (magnitude == 0) | ((I)magnitude < (I)half_least) ? U{} : code;
       code = (I)magnitude >= (I)(U{} + kInfinityBits) ? U{} + kInfinityCode : code;
       code |= load<U>(raw + i) >> 31 << 9;

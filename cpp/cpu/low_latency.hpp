@@ -35,8 +35,8 @@ struct LowLatencyState {
   int num_in_flight() const;                    // calls whose hooks are still to be called
   std::size_t slot_bytes() const;               // of one slot
   std::size_t part_bytes(int num_ranks) const;  // of one writer in a slot
-  // After a reset: no call is in flight, and ranks that were away may have another idea of the staging, so the next call
-  // agrees on it anew.
+  // After a reset: no call is in flight, and ranks that were away may have another idea of the staging, so the next
+  // call agrees on it anew.
   void restart();
 };
 

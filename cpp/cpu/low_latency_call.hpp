@@ -9,8 +9,9 @@
 //   kRegrow[8][R]            peer      where its new staging is                      release after the place
 //
 // Order of one payload byte: the sender has seen kConsumed of the slot's previous call from every rank (acquire), so
-// nobody reads or writes what it replaces; it stores the row; kArrival (release); the receiver sees it (acquire) and reads
-// the row; kConsumed (release); whoever writes there next has seen that. No word is ever reset: each carries its epoch.
+// nobody reads or writes what it replaces; it stores the row; kArrival (release); the receiver sees it (acquire) and
+// reads the row; kConsumed (release); whoever writes there next has seen that. No word is ever reset: each carries its
+// epoch.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +31,10 @@ enum LowLatencyFlag : std::int64_t {
   kFlagFp8 = 1,
   kFlagRoundScale = 2,
   kFlagUe8m0 = 4,
-  kFlagWeights = 8,       // dispatch: given; combine: known from the dispatch
-  kFlagByExpert = 16,     // combine: a row for each expert
+  kFlagWeights = 8,    // dispatch: given; combine: known from the dispatch
+  kFlagByExpert = 16,  // combine: a row for each expert
   kFlagLogfmt = 32,
-  kFlagOpaque = 64,       // dispatch: with scales, no cast
+  kFlagOpaque = 64,  // dispatch: with scales, no cast
   kFlagShrink = 128,
 };
 inline constexpr int kFlagSlotShift = 8;        // two bits: the slot
@@ -44,7 +45,7 @@ struct SlotUse {
   int slot = 0;
   std::uint64_t epoch = 0;
   std::uint64_t hash = 0;
-  std::string call;          // its name
+  std::string call;  // its name
   std::size_t part_bytes = 0;
   std::vector<char*> bases;  // by rank: its slot; null for a masked rank
   char* part(int holder, int writer) const { return bases[holder] + part_bytes * static_cast<std::size_t>(writer); }
@@ -82,14 +83,14 @@ struct InFlight {
   bool hook_called = false;
 };
 
-// Runs `receive` now, or returns a hook that does, once. A hook that has not been called when its slot comes round finds
-// its work done: the receive half runs at the start of the call that takes the slot. Until a hook is called or dropped, the
-// caller's tensors that it fills (statistics, `out`) must stay.
+// Runs `receive` now, or returns a hook that does, once. A hook that has not been called when its slot comes round
+// finds its work done: the receive half runs at the start of the call that takes the slot. Until a hook is called or
+// dropped, the caller's tensors that it fills (statistics, `out`) must stay.
 std::function<void()> now_or_hook(LowLatencyContext& context, const SlotUse& use, bool as_hook,
                                   std::function<void(LowLatencyContext&)> receive);
 
-// Where the rows of one rank go: for each token the ranks of its experts, ascending, and the token's row there (the count
-// of earlier tokens that go there too).
+// Where the rows of one rank go: for each token the ranks of its experts, ascending, and the token's row there (the
+// count of earlier tokens that go there too).
 struct RowPlan {
   struct Entry {
     std::int32_t rank, row;

@@ -1,8 +1,8 @@
 // Low-latency combine, in two forms.
 //  - Pre-reduced: the experts' rank sums the rows of its experts with their weights and sends one row for each row that
 //    it received. The weights came with the dispatch; else their owner sends them ahead, and the call has no hook.
-//  - By expert: one row for each (token, distinct expert), summed by the owner. A send half that must not wait for a peer
-//    does this where the weights did not come with the dispatch.
+//  - By expert: one row for each (token, distinct expert), summed by the owner. A send half that must not wait for a
+//    peer does this where the weights did not come with the dispatch.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -28,7 +28,7 @@ struct Shape {
   std::int64_t item;       // bytes of one element
   std::int64_t row_bytes;  // as it travels
   bool logfmt, by_expert, weights_known;
-  bool own_parts;          // rows by expert lie in the writer's part too
+  bool own_parts;             // rows by expert lie in the writer's part too
   std::int64_t max_distinct;  // experts that one row may have on one rank
   layout::LowLatencySlot slot;
 
@@ -100,15 +100,14 @@ class Holder {
         use_(use) {}
 
   void send(int owner, std::int64_t num_rows) {
-    context_.base.pool.parallel_for(num_rows, row_grain(shape_.row_bytes),
-                                    [&](std::int64_t begin, std::int64_t end) {
-                                      for (std::int64_t row = begin; row < end; ++row) {
-                                        if (shape_.by_expert)
-                                          send_by_expert(owner, row);
-                                        else
-                                          send_reduced(owner, row);
-                                      }
-                                    });
+    context_.base.pool.parallel_for(num_rows, row_grain(shape_.row_bytes), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t row = begin; row < end; ++row) {
+        if (shape_.by_expert)
+          send_by_expert(owner, row);
+        else
+          send_reduced(owner, row);
+      }
+    });
     post_arrival(context_, use_, Region::kArrival, owner, num_rows);
   }
 
@@ -330,8 +329,8 @@ LowLatencyCombineResult low_latency_combine(LowLatencyContext context, const Low
       if (rows >= 0 && !domain.masked(peer) && use.bases[peer] != nullptr) holder.send(peer, rows);
     }
   });
-  result.hook = now_or_hook(context, use, args.return_recv_hook,
-                            [owner](LowLatencyContext& where) { owner->receive(where); });
+  result.hook =
+      now_or_hook(context, use, args.return_recv_hook, [owner](LowLatencyContext& where) { owner->receive(where); });
   return result;
 }
 

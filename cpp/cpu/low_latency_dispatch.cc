@@ -309,8 +309,8 @@ LowLatencyDispatchResult low_latency_dispatch(LowLatencyContext context, const L
       static_cast<std::int64_t>((use.hash ^ use.epoch) * 0x9e3779b97f4a7c15ull);
   with_slot(context, use, [&] { Sender(context, args, shape, use).run(); });
   auto receiver = std::make_shared<Receiver>(shape, use, result, args);
-  result.hook = now_or_hook(context, use, args.return_recv_hook,
-                            [receiver](LowLatencyContext& where) { receiver->run(where); });
+  result.hook =
+      now_or_hook(context, use, args.return_recv_hook, [receiver](LowLatencyContext& where) { receiver->run(where); });
   return result;
 }
 

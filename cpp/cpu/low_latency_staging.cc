@@ -85,17 +85,16 @@ void wait_until_consumed(Domain& domain, const SlotUse& use, std::uint64_t last_
   const auto consumed = [&](int peer) {
     return load_acquire(slot_word(domain, Region::kConsumed, use.slot, domain.rank(), peer));
   };
-  domain.wait_or_mask(
-      (use.call + "/send").c_str(), use.epoch,
-      [&] {
-        for (int peer = 0; peer < domain.num_ranks(); ++peer)
-          if (peer != domain.rank() && !domain.masked(peer) && consumed(peer) < last_epoch) return peer;
-        return -1;
-      },
-      [&](int peer) {
-        return "expected it to have read the slot of call " + std::to_string(last_epoch) + " (its hook), saw call " +
-               std::to_string(consumed(peer));
-      });
+  domain.wait_or_mask((use.call + "/send").c_str(), use.epoch,
+                      [&] {
+                        for (int peer = 0; peer < domain.num_ranks(); ++peer)
+                          if (peer != domain.rank() && !domain.masked(peer) && consumed(peer) < last_epoch) return peer;
+                        return -1;
+                      },
+                      [&](int peer) {
+                        return "expected it to have read the slot of call " + std::to_string(last_epoch) +
+                               " (its hook), saw call " + std::to_string(consumed(peer));
+                      });
 }
 
 void post_consumed(Domain& domain, int slot, std::uint64_t epoch) {
@@ -119,12 +118,14 @@ bool has_moved_on(Domain& domain, int peer, std::uint64_t epoch) {
 }
 
 // Throws if a peer whose arrival is missing has refused the call or made another one, or has given it up because it saw
-// that of a third rank while it was sending. (Where ranks may be masked, one that has gone on may have masked this one.)
+// that of a third rank while it was sending. (Where ranks may be masked, one that has gone on may have masked this
+// one.)
 void check_peers(Domain& domain, const SlotUse& use, Region region) {
   for (int peer = 0; peer < domain.num_ranks(); ++peer) {
     if (peer == domain.rank() || domain.masked(peer)) continue;
     const bool gone = has_moved_on(domain, peer, use.epoch);
-    if (layout::arrival_is_of(load_acquire(slot_word(domain, region, use.slot, domain.rank(), peer)), use.epoch)) continue;
+    if (layout::arrival_is_of(load_acquire(slot_word(domain, region, use.slot, domain.rank(), peer)), use.epoch))
+      continue;
     // Not while the peer may be replacing the announcement by that of kAnnounceDepth calls later.
     const std::uint64_t before_reuse = use.epoch + layout::kAnnounceDepth - 1;
     if (load_acquire(domain.mine().announce(before_reuse, peer).epoch) < before_reuse)
@@ -143,9 +144,9 @@ void run_receive(LowLatencyContext& context, InFlight& call) {
   release_slot(context, call.use);
 }
 
-// Ends the call that still has the slot, kLowLatencySlots calls later. Receiving it waits for no rank that waits for this
-// one: all it needs was sent in earlier calls, or will be by a rank that is still there. Where the hook has been dropped,
-// the caller's tensors may be gone as well, so nothing is received.
+// Ends the call that still has the slot, kLowLatencySlots calls later. Receiving it waits for no rank that waits for
+// this one: all it needs was sent in earlier calls, or will be by a rank that is still there. Where the hook has been
+// dropped, the caller's tensors may be gone as well, so nothing is received.
 void settle_slot(LowLatencyContext& context, int slot) {
   const std::shared_ptr<InFlight> call = context.state.slots[slot].call;
   if (!call) return;

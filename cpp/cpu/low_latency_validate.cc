@@ -16,8 +16,9 @@ std::string num(std::int64_t value) { return std::to_string(value); }
 
 void check_in_flight(const LowLatencyState& state, const char* call) {
   if (state.num_in_flight() >= kMaxInFlight)
-    throw Error(std::string(call) + ": " + num(kMaxInFlight) +
-                " low-latency calls are in flight (their hooks have not been called), which is the most: call a hook first");
+    throw Error(
+        std::string(call) + ": " + num(kMaxInFlight) +
+        " low-latency calls are in flight (their hooks have not been called), which is the most: call a hook first");
 }
 
 void check_vector(const char* name, const TensorView& view, DType dtype, std::int64_t size) {
@@ -31,12 +32,12 @@ void check_cap(std::int64_t max_tokens, std::int64_t num_tokens, std::int64_t ma
   const char* const name = "num_max_dispatch_tokens_per_rank";
   if (max_tokens < 1 || max_tokens > layout::kMaxLowLatencyTokens)
     throw_value(name, num(max_tokens), "1 to " + num(layout::kMaxLowLatencyTokens));
-  if (num_tokens > max_tokens)
-    throw_value(name, num(max_tokens), "at least the " + num(num_tokens) + " tokens of x");
+  if (num_tokens > max_tokens) throw_value(name, num(max_tokens), "at least the " + num(num_tokens) + " tokens of x");
   const std::int64_t most = INT32_MAX / (max_local_experts * num_ranks);
   if (max_tokens > most)
-    throw_value(name, num(max_tokens), "at most " + num(most) + " with " + num(max_local_experts) +
-                                           " local experts and " + num(num_ranks) + " ranks");
+    throw_value(
+        name, num(max_tokens),
+        "at most " + num(most) + " with " + num(max_local_experts) + " local experts and " + num(num_ranks) + " ranks");
 }
 
 void check_cast(const LowLatencyDispatchArgs& args) {
@@ -65,7 +66,8 @@ void check_handle_tensor(const char* name, const TensorView& view, DType dtype,
   bool same = view.dtype == dtype && view.num_dims == expected.num_dims && view.is_contiguous();
   for (int i = 0; same && i < view.num_dims; ++i) same = view.shape[i] == expected.shape[i];
   if (!same)
-    throw_value(std::string("handle.") + name, view.describe(), expected.describe() + ", as low_latency_dispatch made it");
+    throw_value(std::string("handle.") + name, view.describe(),
+                expected.describe() + ", as low_latency_dispatch made it");
 }
 
 void check_handle(const Domain& domain, const LowLatencyHandle& handle) {
@@ -94,7 +96,8 @@ void check_combine_x(const LowLatencyCombineArgs& args, std::int64_t local, std:
   if (x.num_dims != 3 || x.shape[0] != local || x.shape[1] != rows) throw_value("x", x.describe(), allowed);
   const std::int64_t row_bytes = x.shape[2] * static_cast<std::int64_t>(dtype_bytes(x.dtype));
   if (row_bytes == 0 || row_bytes % kRowAlignment != 0)
-    throw_value("x", "rows of " + num(row_bytes) + " bytes", "a multiple of " + num(kRowAlignment) + " bytes: pad hidden");
+    throw_value("x", "rows of " + num(row_bytes) + " bytes",
+                "a multiple of " + num(kRowAlignment) + " bytes: pad hidden");
   if (x.shape[2] > 1 && x.stride[2] != 1)
     throw_value("x", "a tensor whose last dimension is strided", "one that is contiguous there: call .contiguous()");
   if (args.use_logfmt && x.shape[2] % kLogfmtBlock != 0)

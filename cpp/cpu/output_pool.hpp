@@ -1,5 +1,5 @@
-// Memory for the outputs of low-latency calls where the heap has no room. The packed tensors are large, mostly untouched,
-// and wanted again by the next call: memory that comes back is kept, for its pages are there already.
+// Memory for the outputs of low-latency calls where the heap has no room. The packed tensors are large, mostly
+// untouched, and wanted again by the next call: memory that comes back is kept, for its pages are there already.
 #pragma once
 
 #include <cstddef>

@@ -27,7 +27,8 @@ struct Avx512 {
 
   static void store_shorts(char* ptr, const Words<kBytes>* vectors) {
     for (int i = 0; i < 2; ++i)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(ptr + 32 * i), _mm512_maskz_cvtepi32_epi16(kAll, (__m512i)vectors[i]));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(ptr + 32 * i),
+                          _mm512_maskz_cvtepi32_epi16(kAll, (__m512i)vectors[i]));
   }
 };
 

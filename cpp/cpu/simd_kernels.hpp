@@ -38,9 +38,9 @@ inline constexpr std::size_t element_bytes(DType dtype) { return dtype == DType:
 template <class Level>
 struct Kernels {
   static constexpr int kBytes = Level::kBytes;
-  static constexpr int kWidth = kBytes / 4;   // floats a vector
-  static constexpr int kPair = 2 * kWidth;    // elements of one load
-  static constexpr int kUnroll = 4;           // pairs summed at the same time: eight independent accumulators
+  static constexpr int kWidth = kBytes / 4;  // floats a vector
+  static constexpr int kPair = 2 * kWidth;   // elements of one load
+  static constexpr int kUnroll = 4;          // pairs summed at the same time: eight independent accumulators
   using F = Floats<kBytes>;
   using U = Words<kBytes>;
   using I = typename VectorTypes<kBytes>::I;
