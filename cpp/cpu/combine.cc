@@ -1,17 +1,16 @@
 // High-throughput combine by pull: the owner of a token reads its rows from the ranks that hold them, sums them in fp32
-// in rank order and writes once. One protocol for all inputs: each rank publishes a place, its capacity and a counter of
-// ready rows. An input in the heap is the place itself, with all rows ready; any other input is copied into a staging
-// block behind which the pullers follow, which is a ring where the heap has no room for all rows. Rows are pulled in the
-// order (source rank, token) in which they lie, on every rank, so a ring of any size makes progress.
+// in rank order and writes once. One protocol for all inputs: each rank publishes a place, its capacity and a counter
+// of ready rows. An input in the heap is the place itself, with all rows ready; any other input is copied into a
+// staging block behind which the pullers follow, which is a ring where the heap has no room for all rows. Rows are
+// pulled in the order (source rank, token) in which they lie, on every rank, so a ring of any size makes progress.
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
 #include "cpu/copy.hpp"
-#include "cpu/protocol.hpp"
+#include "cpu/prepared_call.hpp"
 #include "cpu/simd.hpp"
 #include "layout/handle.hpp"
-#include "runtime/validate.hpp"
 
 namespace deep_moe::cpu {
 namespace {
@@ -28,10 +27,10 @@ struct Holder {
   const char* x = nullptr;
   const char* weights = nullptr;
   std::int64_t x_capacity = 0, weight_capacity = 0;  // rows of its rings
-  std::int64_t first_index = 0;  // of this rank's rows there
-  std::int64_t num_rows = 0;     // of this rank there
-  bool is_ring = false;          // it waits for what we have consumed
-  std::int64_t consumed = 0;     // row up to which we have pulled
+  std::int64_t first_index = 0;                      // of this rank's rows there
+  std::int64_t num_rows = 0;                         // of this rank there
+  bool is_ring = false;                              // it waits for what we have consumed
+  std::int64_t consumed = 0;                         // row up to which we have pulled
 };
 
 class Combine {
@@ -365,15 +364,6 @@ class Combine {
 
 }  // namespace
 
-CombineResult combine(Context context, const CombineArgs& args) {
-  Combine call(context, args);
-  try {
-    call.prepare();
-  } catch (const BufferTooSmallError& error) {
-    context.domain.announce_refusal(signature(args), error.what());
-    throw;
-  }
-  return call.run();
-}
+CombineResult combine(Context context, const CombineArgs& args) { return run_prepared<Combine>(context, args); }
 
 }  // namespace deep_moe::cpu

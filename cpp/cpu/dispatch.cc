@@ -8,12 +8,13 @@
 #include <limits>
 
 #include "cpu/copy.hpp"
-#include "cpu/protocol.hpp"
+#include "cpu/dispatch_handle.hpp"
+#include "cpu/prepared_call.hpp"
 #include "cpu/route.hpp"
+#include "cpu/row_writer.hpp"
 #include "layout/handle.hpp"
 #include "layout/rows.hpp"
 #include "runtime/text.hpp"
-#include "runtime/validate.hpp"
 
 namespace deep_moe::cpu {
 namespace {
@@ -23,19 +24,6 @@ using layout::RecvBlock;
 using layout::Region;
 
 constexpr std::int64_t kSendGrain = 64;  // tokens a thread takes at least
-
-// Where one destination wants its rows.
-struct Target {
-  char* base = nullptr;  // of its block
-  RecvBlock block;
-  std::int64_t block_rows = 0;   // rows the block is laid out for
-  std::int64_t first_index = 0;  // of this rank's rows at that destination
-  std::int64_t num_rows = 0;     // of this rank there
-  std::int64_t total_rows = 0;   // of all ranks there
-  std::int64_t num_waves = 1;
-  bool column_scales = false;
-  int first_expert = 0, num_local_experts = 0;
-};
 
 class Dispatch {
  public:
@@ -47,40 +35,26 @@ class Dispatch {
         num_ranks_(domain_.num_ranks()),
         cached_(args.handle != nullptr),
         num_tokens_(args.x.data.shape[0]),
-        num_experts_(cached_ ? 0 : args.topk_idx.defined() ? args.num_experts : args.num_tokens_per_expert.numel()),
+        num_experts_(cached_                   ? 0
+                     : args.topk_idx.defined() ? args.num_experts
+                                               : args.num_tokens_per_expert.numel()),
         blocks_(static_cast<int>(num_experts_), num_ranks_),
-        worst_rows_(args.num_worst_tokens) {
+        worst_rows_(args.num_worst_tokens),
+        writer_(args),
+        format_(writer_.format()) {
     if (cached_) {
       const std::int64_t* meta = args.handle->meta.as<std::int64_t>();
       const bool padded = meta[layout::kMetaNumRecv] != meta[layout::kMetaNumArrived];
       worst_rows_ = padded ? meta[layout::kMetaNumRecv] : 0;
     }
-    const TensorView& scales = args.x.scales;
-    token_bytes_ = args.x.data.stride[0] * static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
-    format_.row_bytes = args.x.data.shape[1] * static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
-    if (scales.defined()) {
-      scale_item_ = static_cast<std::int64_t>(dtype_bytes(scales.dtype));
-      num_scales_ = scales.num_dims == 2 ? scales.shape[1] : 1;
-      format_.scale_bytes = scale_item_ * num_scales_;
-      column_scales_ = scales.num_dims == 2 && num_scales_ > 1 && scales.stride[0] == 1;
-    }
-    if (args.topk_idx.defined()) {
-      format_.topk = args.topk_idx.shape[1];
-      format_.idx_bytes = static_cast<std::int64_t>(dtype_bytes(args.topk_idx.dtype));
-      format_.weight_bytes = args.topk_weights.defined() ? 4 : 0;
-    }
   }
 
   // Before anything is announced: what fails here is a refusal.
   void prepare() {
-    make_handle_tensors();
     if (cached_) {
       read_handle();
-    } else if (args_.topk_idx.defined()) {
-      route_ = route_tokens(args_.topk_idx, blocks_, send_index_, is_token_in_rank_);
     } else {
-      route_ = route_tokens(args_.is_token_in_rank, args_.num_tokens_per_expert, num_ranks_, send_index_,
-                            is_token_in_rank_);
+      route();
     }
     std::string reason;
     if (worst_rows_ > 0) {
@@ -144,7 +118,7 @@ class Dispatch {
     place.segment = block.segment;
     place.offset = static_cast<std::int64_t>(block.offset);
     place.capacity = block ? capacity : 0;
-    place.flags = column_scales_ ? layout::kPlaceColumnScales : 0;
+    place.flags = writer_.column_scales() ? layout::kPlaceColumnScales : 0;
     return place;
   }
 
@@ -156,26 +130,13 @@ class Dispatch {
     place_ = place_of(block_, fits ? rows : RecvBlock::capacity(format_, static_cast<std::int64_t>(block_.bytes)));
   }
 
-  // The handle's small tensors share one allocation.
-  void make_handle_tensors() {
-    if (cached_) return;
-    const std::int64_t matrix = static_cast<std::int64_t>(num_ranks_) * num_ranks_;
-    const std::int64_t cells = num_tokens_ * num_ranks_;
-    Tensor memory = make_host_tensor(DType::kInt64, {layout::kDispatchMetaSize + (matrix + 1) / 2 + (cells + 1) / 2 +
-                                                     (cells + 7) / 8 + 1});
-    meta_ = memory.as<std::int64_t>();
-    std::int64_t* next = meta_ + layout::kDispatchMetaSize;
-    handle_.meta = {TensorView::contiguous(meta_, DType::kInt64, {layout::kDispatchMetaSize}), memory.owner};
-    prefix_ = reinterpret_cast<std::int32_t*>(next);
-    handle_.rank_prefix_matrix = {TensorView::contiguous(prefix_, DType::kInt32, {num_ranks_, num_ranks_}),
-                                  memory.owner};
-    next += (matrix + 1) / 2;
-    send_index_ = reinterpret_cast<std::int32_t*>(next);
-    handle_.send_index = {TensorView::contiguous(send_index_, DType::kInt32, {num_tokens_, num_ranks_}), memory.owner};
-    next += (cells + 1) / 2;
-    is_token_in_rank_ = reinterpret_cast<bool*>(next);
-    handle_.is_token_in_rank = {TensorView::contiguous(is_token_in_rank_, DType::kBool, {num_tokens_, num_ranks_}),
-                                memory.owner};
+  void route() {
+    handle_.allocate(num_tokens_, num_ranks_);
+    std::int32_t* send_index = handle_.send_index();
+    send_index_ = send_index;
+    route_ = args_.topk_idx.defined() ? route_tokens(args_.topk_idx, blocks_, send_index, handle_.is_token_in_rank())
+                                      : route_tokens(args_.is_token_in_rank, args_.num_tokens_per_expert, num_ranks_,
+                                                     send_index, handle_.is_token_in_rank());
   }
 
   void read_handle() {
@@ -244,8 +205,8 @@ class Dispatch {
       places_[peer] = words.place;
       if (words.place.capacity < 1)
         throw BufferTooSmallError("rank " + std::to_string(peer) + " has no heap for the " +
-                                  std::to_string(total_of(peer)) + " rows that arrive there: " +
-                                  std::string(words.reason, words.num_reason_bytes));
+                                  std::to_string(total_of(peer)) +
+                                  " rows that arrive there: " + std::string(words.reason, words.num_reason_bytes));
     }
   }
 
@@ -289,46 +250,6 @@ class Dispatch {
     if (targets_[rank_].num_waves == 1) domain_.heap().shrink(block_, targets_[rank_].block.total);
   }
 
-  // One row to one destination, at row `at` of its block.
-  void store_row(const Target& target, std::int64_t token, std::int64_t at) const {
-    copy_row(target.base + target.block.x + at * format_.row_bytes, args_.x.data.as<char>() + token * token_bytes_,
-             format_.row_bytes, streaming_);
-    const std::int32_t src = static_cast<std::int32_t>(token);
-    std::memcpy(target.base + target.block.src_idx + at * 4, &src, 4);
-    if (num_scales_ > 0) store_scales(target, token, at);
-    if (format_.topk == 0) return;
-    char* ids = target.base + target.block.topk_idx + at * format_.topk * format_.idx_bytes;
-    float* weights = reinterpret_cast<float*>(target.base + target.block.topk_weights) + at * format_.topk;
-    const float* own = args_.topk_weights.defined()
-                           ? args_.topk_weights.as<float>() + token * args_.topk_weights.stride[0]
-                           : nullptr;
-    for (std::int64_t k = 0; k < format_.topk; ++k) {
-      std::int64_t local = topk_id(args_.topk_idx, token, k) - target.first_expert;
-      if (local < 0 || local >= target.num_local_experts) local = -1;
-      if (format_.idx_bytes == 8) {
-        reinterpret_cast<std::int64_t*>(ids)[k] = local;
-      } else {
-        reinterpret_cast<std::int32_t*>(ids)[k] = static_cast<std::int32_t>(local);
-      }
-      if (own != nullptr) weights[k] = local >= 0 ? own[k] : 0.0f;
-    }
-  }
-
-  void store_scales(const Target& target, std::int64_t token, std::int64_t at) const {
-    const TensorView& scales = args_.x.scales;
-    const char* from = scales.as<char>() + token * scales.stride[0] * scale_item_;
-    char* to = target.base + target.block.scales;
-    const std::int64_t from_step = scales.num_dims == 2 ? scales.stride[1] * scale_item_ : 0;
-    if (!target.column_scales && (from_step == scale_item_ || num_scales_ == 1)) {
-      std::memcpy(to + at * format_.scale_bytes, from, static_cast<std::size_t>(format_.scale_bytes));
-      return;
-    }
-    const std::int64_t first = target.column_scales ? at * scale_item_ : at * format_.scale_bytes;
-    const std::int64_t step = target.column_scales ? target.block_rows * scale_item_ : scale_item_;
-    for (std::int64_t s = 0; s < num_scales_; ++s)
-      std::memcpy(to + first + s * step, from + s * from_step, static_cast<std::size_t>(scale_item_));
-  }
-
   void flag_rows_done(int dst, std::int64_t waves) {
     store_release(domain_.of(dst).word(Region::kRowsDone, rank_),
                   layout::pack_count(epoch_, static_cast<std::uint64_t>(waves)));
@@ -345,7 +266,7 @@ class Dispatch {
       for (std::int64_t token = begin; token < end; ++token) {
         const std::int32_t* index = send_index_ + token * num_ranks_;
         for (int dst = 0; dst < num_ranks_; ++dst) {
-          if (index[dst] >= 0) store_row(targets_[dst], token, targets_[dst].first_index + index[dst]);
+          if (index[dst] >= 0) writer_.store(targets_[dst], token, targets_[dst].first_index + index[dst], streaming_);
         }
       }
       finish_streaming();
@@ -365,10 +286,11 @@ class Dispatch {
   // sent; it copies them out to ordinary memory and opens the next one.
   void send_in_waves() {
     if (targets_[rank_].num_waves > 1) {
-      domain_.log_once("receives " + std::to_string(targets_[rank_].total_rows) + " rows in " +
-                       std::to_string(targets_[rank_].num_waves) +
-                       " waves, which is slow: its heap cannot grow (raise num_nvl_bytes or DEEP_MOE_MAX_HEAP_BYTES, or "
-                       "free received tensors)");
+      domain_.log_once(
+          "receives " + std::to_string(targets_[rank_].total_rows) + " rows in " +
+          std::to_string(targets_[rank_].num_waves) +
+          " waves, which is slow: its heap cannot grow (raise num_nvl_bytes or DEEP_MOE_MAX_HEAP_BYTES, or "
+          "free received tensors)");
       make_spill_tensors();
     }
     std::vector<std::vector<std::int64_t>> tokens_to(num_ranks_);
@@ -380,9 +302,8 @@ class Dispatch {
     std::int64_t drained = 0;
     const auto window_open = [&](int dst) {
       if (sent[dst] >= targets_[dst].num_waves) return false;
-      return sent[dst] == 0 ||
-             layout::unpack_count(load_acquire(domain_.mine().word(Region::kWindow, dst)), epoch_) >=
-                 static_cast<std::uint64_t>(sent[dst]);
+      return sent[dst] == 0 || layout::unpack_count(load_acquire(domain_.mine().word(Region::kWindow, dst)), epoch_) >=
+                                   static_cast<std::uint64_t>(sent[dst]);
     };
     const auto first_unsent_source = [&] {
       for (int src = 0; src < num_ranks_; ++src)
@@ -435,7 +356,7 @@ class Dispatch {
     const std::int64_t end = std::clamp<std::int64_t>(high - target.first_index, 0, target.num_rows);
     pool_.parallel_for(end - begin, kSendGrain, [&](std::int64_t first, std::int64_t last) {
       for (std::int64_t i = begin + first; i < begin + last; ++i)
-        store_row(target, tokens[i], target.first_index + i - low);
+        writer_.store(target, tokens[i], target.first_index + i - low, streaming_);
       finish_streaming();
     });
   }
@@ -458,11 +379,11 @@ class Dispatch {
     copy(whole.topk_idx, mine.block.topk_idx, format_.topk * format_.idx_bytes);
     copy(whole.topk_weights, mine.block.topk_weights, format_.topk * format_.weight_bytes);
     copy(whole.src_idx, mine.block.src_idx, 4);
-    if (!column_scales_) return copy(whole.scales, mine.block.scales, format_.scale_bytes);
-    for (std::int64_t s = 0; s < num_scales_; ++s) {
-      std::memcpy(out + whole.scales + (s * mine.total_rows + low) * scale_item_,
-                  block_.ptr + mine.block.scales + s * mine.block_rows * scale_item_,
-                  static_cast<std::size_t>(rows * scale_item_));
+    if (!writer_.column_scales()) return copy(whole.scales, mine.block.scales, format_.scale_bytes);
+    for (std::int64_t s = 0; s < writer_.num_scales(); ++s) {
+      std::memcpy(out + whole.scales + (s * mine.total_rows + low) * writer_.scale_item(),
+                  block_.ptr + mine.block.scales + s * mine.block_rows * writer_.scale_item(),
+                  static_cast<std::size_t>(rows * writer_.scale_item()));
     }
   }
 
@@ -493,9 +414,9 @@ class Dispatch {
     const TensorView& scales = args_.x.scales;
     if (scales.defined()) {
       Tensor& out = result.recv_x.scales;
-      out = scales.num_dims == 2 ? tensor(1, parts.scales, scales.dtype, {rows, num_scales_})
+      out = scales.num_dims == 2 ? tensor(1, parts.scales, scales.dtype, {rows, writer_.num_scales()})
                                  : tensor(1, parts.scales, scales.dtype, {rows});
-      if (column_scales_) {
+      if (writer_.column_scales()) {
         out.view.stride[0] = 1;
         out.view.stride[1] = rows;
       }
@@ -508,15 +429,14 @@ class Dispatch {
         result.recv_topk_weights = tensor(3, parts.topk_weights, DType::kFloat32, {rows, format_.topk});
     }
     if (worst_rows_ == 0) count_experts(&result.num_recv_tokens_per_expert);
-    handle_.recv_src_idx = std::move(src_idx);
-    fill_handle(rows, arrived);
-    result.handle = std::move(handle_);
+    result.handle = handle_.finish({rows, arrived, num_experts_, format_.topk}, counts_, std::move(src_idx));
     return result;
   }
 
   void fill_tail(const RecvBlock& parts, std::int64_t arrived, std::int64_t rows) const {
     const auto fill = [&](std::size_t offset, std::int64_t row_bytes, int byte) {
-      std::memset(block_.ptr + offset + arrived * row_bytes, byte, static_cast<std::size_t>((rows - arrived) * row_bytes));
+      std::memset(block_.ptr + offset + arrived * row_bytes, byte,
+                  static_cast<std::size_t>((rows - arrived) * row_bytes));
     };
     fill(parts.topk_idx, format_.topk * format_.idx_bytes, 0xff);
     fill(parts.topk_weights, format_.topk * format_.weight_bytes, 0);
@@ -534,25 +454,6 @@ class Dispatch {
     for (std::int64_t& entry : *list) entry = (entry + alignment - 1) / alignment * alignment;
   }
 
-  void fill_handle(std::int64_t rows, std::int64_t arrived) {
-    std::uint64_t hash = 14695981039346656037ull ^ static_cast<std::uint64_t>(num_experts_);
-    for (int src = 0; src < num_ranks_; ++src) {
-      for (int dst = 0; dst < num_ranks_; ++dst) {
-        const std::int64_t at = static_cast<std::int64_t>(src) * num_ranks_ + dst;
-        prefix_[at] = static_cast<std::int32_t>((src > 0 ? prefix_[at - num_ranks_] : 0) + count(src, dst));
-        hash = (hash ^ static_cast<std::uint64_t>(count(src, dst))) * 1099511628211ull;
-      }
-    }
-    meta_[layout::kMetaNumTokens] = num_tokens_;
-    meta_[layout::kMetaNumRecv] = rows;
-    meta_[layout::kMetaNumArrived] = arrived;
-    meta_[layout::kMetaNumExperts] = num_experts_;
-    meta_[layout::kMetaTopk] = format_.topk;
-    meta_[layout::kMetaNumRanks] = num_ranks_;
-    meta_[layout::kMetaHash] = static_cast<std::int64_t>(hash | 1);
-    meta_[layout::kMetaReserved] = 0;
-  }
-
   Domain& domain_;
   WorkerPool& pool_;
   const DispatchArgs& args_;
@@ -561,10 +462,8 @@ class Dispatch {
   const std::int64_t num_tokens_, num_experts_;
   const layout::ExpertBlocks blocks_;
   std::int64_t worst_rows_;  // rows handed out whatever arrives; 0: as many as arrive
-  layout::RowFormat format_;
-  std::int64_t scale_item_ = 0, num_scales_ = 0;
-  bool column_scales_ = false;
-  std::int64_t token_bytes_;  // from one row of x to the next
+  const RowWriter writer_;
+  const layout::RowFormat format_;
 
   std::uint64_t epoch_ = 0;
   Route route_;
@@ -577,24 +476,12 @@ class Dispatch {
   bool streaming_ = false;
   Tensor spill_;  // received rows where they came in waves
 
-  OwnedDispatchHandle handle_;
-  std::int64_t* meta_ = nullptr;
-  std::int32_t* prefix_ = nullptr;
-  std::int32_t* send_index_ = nullptr;
-  bool* is_token_in_rank_ = nullptr;
+  DispatchHandleBuilder handle_;
+  const std::int32_t* send_index_ = nullptr;  // [T, R]
 };
 
 }  // namespace
 
-DispatchResult dispatch(Context context, const DispatchArgs& args) {
-  Dispatch call(context, args);
-  try {
-    call.prepare();
-  } catch (const BufferTooSmallError& error) {
-    context.domain.announce_refusal(signature(args), error.what());
-    throw;
-  }
-  return call.run();
-}
+DispatchResult dispatch(Context context, const DispatchArgs& args) { return run_prepared<Dispatch>(context, args); }
 
 }  // namespace deep_moe::cpu

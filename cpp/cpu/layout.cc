@@ -36,9 +36,8 @@ Route route_typed(const TensorView& topk_idx, const layout::ExpertBlocks& blocks
 
 Route route_tokens(const TensorView& topk_idx, const layout::ExpertBlocks& blocks, std::int32_t* send_index,
                    bool* is_token_in_rank) {
-  return topk_idx.dtype == DType::kInt64
-             ? route_typed<std::int64_t>(topk_idx, blocks, send_index, is_token_in_rank)
-             : route_typed<std::int32_t>(topk_idx, blocks, send_index, is_token_in_rank);
+  return topk_idx.dtype == DType::kInt64 ? route_typed<std::int64_t>(topk_idx, blocks, send_index, is_token_in_rank)
+                                         : route_typed<std::int32_t>(topk_idx, blocks, send_index, is_token_in_rank);
 }
 
 Route route_tokens(const TensorView& is_token_in_rank_in, const TensorView& num_tokens_per_expert, int num_ranks,

@@ -16,8 +16,8 @@ struct Route {
   std::vector<std::int32_t> expert_counts;  // [E] entries for each expert
 };
 
-// Fills send_index [T, R] (row within (this rank, destination), or -1) and is_token_in_rank [T, R] from topk_idx [T, K].
-// Ids must have been checked.
+// Fills send_index [T, R] (row within (this rank, destination), or -1) and is_token_in_rank [T, R] from topk_idx [T,
+// K]. Ids must have been checked.
 Route route_tokens(const TensorView& topk_idx, const layout::ExpertBlocks& blocks, std::int32_t* send_index,
                    bool* is_token_in_rank);
 // The same from a ready-made is_token_in_rank.

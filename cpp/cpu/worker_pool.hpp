@@ -16,7 +16,8 @@ class WorkerPool {
   ~WorkerPool();
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
   // body(begin, end) over [0, count), in contiguous parts of at least `grain`. Returns when all is done.
-  void parallel_for(std::int64_t count, std::int64_t grain, const std::function<void(std::int64_t, std::int64_t)>& body);
+  void parallel_for(std::int64_t count, std::int64_t grain,
+                    const std::function<void(std::int64_t, std::int64_t)>& body);
 
  private:
   void run(int index);

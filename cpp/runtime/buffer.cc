@@ -78,7 +78,8 @@ auto Buffer::Impl::run(const layout::CallSignature& signature, const Check& chec
 cpu::LowLatencyContext Buffer::Impl::low_latency_context() {
   auto self = shared_from_this();
   cpu::LowLatencyContext result{
-      context(), low_latency,
+      context(),
+      low_latency,
       [self, born = generation]() -> std::shared_ptr<void> {
         auto lock = std::make_shared<std::unique_lock<std::mutex>>(self->lock_call());
         if (self->generation != born)
@@ -135,8 +136,7 @@ DispatchResult Buffer::dispatch(const DispatchArgs& args) {
 CombineResult Buffer::combine(const CombineArgs& args) {
   const auto lock = impl_->lock_call();
   return impl_->run(
-      signature(args), [&] { validate(args, impl_->num_ranks); },
-      [&] { return cpu::combine(impl_->context(), args); });
+      signature(args), [&] { validate(args, impl_->num_ranks); }, [&] { return cpu::combine(impl_->context(), args); });
 }
 
 LowLatencyDispatchResult Buffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
@@ -266,9 +266,7 @@ void Buffer::refuse(const std::string& call, const std::string& reason) {
   cpu::skip_call(*impl_->domain, impl_->low_latency);
 }
 
-void Buffer::check() {
-  const auto lock = impl_->lock_call();
-}
+void Buffer::check() { const auto lock = impl_->lock_call(); }
 
 void Buffer::Impl::restart_low_latency() {
   ++generation;

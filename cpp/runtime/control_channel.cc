@@ -61,7 +61,7 @@ int peer_pid_fd(int fd) {
 #endif
 }
 
-bool readable(int fd, int timeout_ms) {
+bool has_input(int fd, int timeout_ms) {
   pollfd entry{fd, POLLIN, 0};
   return ::poll(&entry, 1, timeout_ms) > 0;
 }
@@ -112,8 +112,9 @@ void ControlChannel::connect(const std::vector<std::string>& names, const std::v
     }
   }
   while (num_expected > 0) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    if (left.count() <= 0 || !readable(listen_fd_, static_cast<int>(left.count()))) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    if (left.count() <= 0 || !has_input(listen_fd_, static_cast<int>(left.count()))) {
       for (int peer = rank_ + 1; peer < num_ranks_; ++peer) {
         if (wanted[peer] && fds_[peer] < 0)
           throw TimeoutError("rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) +
@@ -123,7 +124,7 @@ void ControlChannel::connect(const std::vector<std::string>& names, const std::v
     const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC);
     if (fd < 0) continue;
     Hello hello{};
-    const bool heard = readable(fd, 1000) && ::recv(fd, &hello, sizeof(hello), 0) == sizeof(hello);
+    const bool heard = has_input(fd, 1000) && ::recv(fd, &hello, sizeof(hello), 0) == sizeof(hello);
     if (!heard || hello.magic != kHelloMagic || hello.group_uid != group_uid || hello.rank <= rank_ ||
         hello.rank >= num_ranks_ || fds_[hello.rank] >= 0) {
       ::close(fd);  // a stranger
@@ -192,8 +193,8 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
     return false;
   }
   const cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  const bool whole = static_cast<std::size_t>(got) >= kWireHead &&
-                     static_cast<std::size_t>(got) == kWireHead + wire.num_text_bytes;
+  const bool whole =
+      static_cast<std::size_t>(got) >= kWireHead && static_cast<std::size_t>(got) == kWireHead + wire.num_text_bytes;
   const bool has_fd = rights != nullptr && rights->cmsg_type == SCM_RIGHTS;
   if (!whole || has_fd != (wire.has_fd != 0))
     throw Error("rank " + std::to_string(rank_) + " got a broken control message from rank " + std::to_string(peer) +
@@ -207,9 +208,16 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
   return true;
 }
 
+bool ControlChannel::readable() const {
+  std::vector<pollfd> entries;
+  entries.reserve(fds_.size());
+  for (const int fd : fds_) entries.push_back({fd, POLLIN, 0});  // poll() passes over -1
+  return ::poll(entries.data(), entries.size(), 0) > 0;
+}
+
 bool ControlChannel::peer_closed(int peer) const {
   if (fds_[peer] < 0) return false;
-  if (pid_fds_[peer] >= 0 && readable(pid_fds_[peer], 0)) return true;
+  if (pid_fds_[peer] >= 0 && has_input(pid_fds_[peer], 0)) return true;
   pollfd entry{fds_[peer], POLLRDHUP, 0};
   return ::poll(&entry, 1, 0) > 0 && (entry.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
 }

@@ -32,6 +32,8 @@ class ControlChannel {
   void send_segment(int peer, const SegmentMessage& message);  // throws Error if the peer is gone
   // Takes one message if one is there. Returns false if none is; sets *closed if the peer's end is closed.
   bool receive_segment(int peer, SegmentMessage* message, bool* closed);
+  // True if some peer has sent something or closed its end; one system call.
+  bool readable() const;
   // True once the peer's process has ended or it has closed its end (messages may still be unread).
   bool peer_closed(int peer) const;
   void close() noexcept;

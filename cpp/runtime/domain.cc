@@ -97,7 +97,8 @@ std::shared_ptr<Segment> Domain::fetch_segment(int peer, int id) {
   for (;;) {
     ControlChannel::SegmentMessage message;
     bool closed = false;
-    while (channel_->receive_segment(peer, &message, &closed)) keep(message.id, HostSegment::map(message.fd, message.bytes));
+    while (channel_->receive_segment(peer, &message, &closed))
+      keep(message.id, HostSegment::map(message.fd, message.bytes));
     if (auto segment = known()) return segment;
     if (closed)
       throw PeerLostError("rank " + std::to_string(peer) + " was lost before rank " + std::to_string(rank_) +
@@ -132,7 +133,7 @@ void Domain::flow_control(std::uint64_t epoch) {
       last_seen_[peer] = std::max(last_seen_[peer], load_acquire(mine().announce(i, peer).epoch));
     return last_seen_[peer] + layout::kAnnounceDepth - 2 < epoch;
   };
-  wait(
+  wait_or_mask(
       "starting a call", epoch,
       [&] {
         for (int peer = 0; peer < num_ranks_; ++peer)
@@ -186,8 +187,8 @@ void Domain::check_announcement(int peer, std::uint64_t epoch) {
   const layout::Announce& ours = mine().announce(epoch, rank_);
   if (theirs.status == static_cast<std::uint32_t>(layout::CallStatus::kRefused)) {
     throw PeerRefusedError("rank " + std::to_string(peer) + " refused its " + call_name(theirs.signature.kind) +
-                           " (call " + std::to_string(epoch) + "): " +
-                           std::string(theirs.reason, theirs.num_reason_bytes));
+                           " (call " + std::to_string(epoch) +
+                           "): " + std::string(theirs.reason, theirs.num_reason_bytes));
   }
   if (theirs.hash != ours.hash) {
     throw CallMismatchError("the ranks did not make the same call (call " + std::to_string(epoch) + "): rank " +
@@ -233,20 +234,21 @@ void Domain::throw_if_aborted(int waiting_for) {
     const int peer = (waiting_for + i) % num_ranks_;
     layout::Abort& word = mine().abort(peer);
     if (peer == rank_ || masked_[peer] || load_acquire(word.generation) != generation_) continue;
-    throw_kind(word.error_kind, "rank " + std::to_string(peer) + " gave up: " +
-                                    std::string(word.reason, word.num_reason_bytes));
+    throw_kind(word.error_kind,
+               "rank " + std::to_string(peer) + " gave up: " + std::string(word.reason, word.num_reason_bytes));
   }
 }
 
 void Domain::wait_impl(const char* phase, std::uint64_t epoch, const std::function<int()>& first_missing,
                        const std::function<std::string(int)>& describe, bool in_call) {
+  own_verdict_ = false;
   for (int i = 0; i <= spin_rounds_; ++i) {
     if (first_missing() < 0) return;
     pause_cpu();
   }
   const auto start = Clock::now();
-  const auto deadline = start + std::chrono::duration_cast<Clock::duration>(
-                                    std::chrono::duration<double>(options_.timeout_seconds));
+  const auto deadline =
+      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout_seconds));
   layout::Control& control = mine().control();
   auto last_interrupt_check = start;
   bool look_for_life = false;
@@ -267,11 +269,13 @@ void Domain::wait_impl(const char* phase, std::uint64_t epoch, const std::functi
     // What the peer wrote before it went is still seen: look once more after its end was noticed.
     if (look_for_life && peer_gone(blamed, &how) && first_missing() == blamed) {
       if (in_call) throw_if_aborted(blamed);
+      own_verdict_ = true;
       throw PeerLostError("rank " + std::to_string(blamed) + " " + how + " while rank " + std::to_string(rank_) +
                           " waited for " + who());
     }
     const auto now = Clock::now();
     if (now >= deadline) {
+      own_verdict_ = true;
       throw TimeoutError("rank " + std::to_string(rank_) + " waited " +
                          std::to_string(std::chrono::duration<double>(now - start).count()) + " s for " + who());
     }
@@ -299,8 +303,10 @@ void Domain::wait_or_mask(const char* phase, std::uint64_t epoch, const std::fun
     try {
       return wait(phase, epoch, first_unmasked, describe);
     } catch (const TimeoutError&) {
+      if (!own_verdict_) throw;  // another rank's failure, which says nothing about the one that is missing here
       masked_[blamed] = true;
     } catch (const PeerLostError&) {
+      if (!own_verdict_) throw;
       masked_[blamed] = true;
     }
   }

@@ -115,6 +115,7 @@ class Domain {
   std::uint64_t generation_ = 1;
   std::exception_ptr failure_;
   int spin_rounds_ = 0;
+  bool own_verdict_ = false;  // the last wait's error is this rank's finding, not a peer's report
   bool logged_ = false;
 };
 

@@ -19,9 +19,9 @@ struct Hello {
   std::uint32_t protocol;
   std::uint32_t failed;
   std::uint32_t low_latency, shrink;
-  std::uint64_t uid;       // of this rank's domain
-  std::uint64_t process;   // equal for ranks that are threads of one process
-  std::uint64_t machine;   // equal for ranks of one boot of one machine
+  std::uint64_t uid;      // of this rank's domain
+  std::uint64_t process;  // equal for ranks that are threads of one process
+  std::uint64_t machine;  // equal for ranks of one boot of one machine
   char socket_name[96];
   char reason[layout::kReasonBytes];
 };
@@ -144,9 +144,8 @@ void Domain::connect(const Bootstrap& bootstrap) {
   Status status{};
   try {
     channel_->connect(names, by_socket, group_uid, options_.timeout_seconds);
-    heap_ = std::make_shared<Heap>(max_bytes, [this](int id, const std::shared_ptr<Segment>& segment) {
-      announce_segment(id, segment);
-    });
+    heap_ = std::make_shared<Heap>(
+        max_bytes, [this](int id, const std::shared_ptr<Segment>& segment) { announce_segment(id, segment); });
     heap_->append_foreign(workspace_segment_);
     std::string reason;
     if (options_.num_nvl_bytes > 0 && !heap_->grow(static_cast<std::size_t>(options_.num_nvl_bytes), &reason))
@@ -165,8 +164,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
   };
   agree_or_throw();
   try {
-    for (int peer = 0; peer < num_ranks_; ++peer)
-      workspaces_.emplace_back(fetch_segment(peer, 0)->base(), num_ranks_);
+    for (int peer = 0; peer < num_ranks_; ++peer) workspaces_.emplace_back(fetch_segment(peer, 0)->base(), num_ranks_);
     mine().control().magic = layout::kWorkspaceMagic;
   } catch (const std::exception& error) {
     own_error = std::current_exception();

@@ -11,16 +11,12 @@ namespace {
 
 constexpr std::size_t kMinSegmentBytes = std::size_t{4} << 20;
 
-std::size_t round_block(std::size_t bytes) {
-  return layout::align_up(std::max<std::size_t>(bytes, 1), layout::kAlign);
-}
+std::size_t round_block(std::size_t bytes) { return layout::align_up(std::max<std::size_t>(bytes, 1), layout::kAlign); }
 
 }  // namespace
 
 Heap::Heap(std::size_t max_bytes, AnnounceSegment announce_segment, MakeSegment make_segment)
-    : max_bytes_(max_bytes),
-      announce_segment_(std::move(announce_segment)),
-      make_segment_(std::move(make_segment)) {}
+    : max_bytes_(max_bytes), announce_segment_(std::move(announce_segment)), make_segment_(std::move(make_segment)) {}
 
 bool Heap::grow(std::size_t bytes, std::string* reason, int* new_id) {
   bytes = round_block(bytes);
@@ -204,10 +200,9 @@ void Heap::free(const Block& block) {
 
 std::shared_ptr<void> Heap::own(const Block& block) {
   if (!block) return std::make_shared<char>();
-  return std::shared_ptr<void>(
-      block.ptr, [heap = shared_from_this(), block, forks = fork_count()](void*) {
-        if (forks == fork_count()) heap->free(block);  // a child's copy of the lock may be held by nobody
-      });
+  return std::shared_ptr<void>(block.ptr, [heap = shared_from_this(), block, forks = fork_count()](void*) {
+    if (forks == fork_count()) heap->free(block);  // a child's copy of the lock may be held by nobody
+  });
 }
 
 void Heap::quarantine(const Block& block) {

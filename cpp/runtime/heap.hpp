@@ -36,8 +36,8 @@ class Heap : public std::enable_shared_from_this<Heap> {
 
   // Appends a segment of at least `bytes` for blocks. Returns false (and why) where the memory cannot be had.
   bool grow(std::size_t bytes, std::string* reason, int* id = nullptr);
-  // No more blocks from a segment that holds none, because some peer cannot reach it: its memory is dropped, its id stays
-  // taken. False if it holds blocks.
+  // No more blocks from a segment that holds none, because some peer cannot reach it: its memory is dropped, its id
+  // stays taken. False if it holds blocks.
   bool retire(int id);
   // Registers memory under the next segment id without using it for blocks (workspace, low-latency staging).
   int append_foreign(const std::shared_ptr<Segment>& segment);

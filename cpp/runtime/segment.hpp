@@ -26,8 +26,8 @@ class Segment {
   std::size_t bytes_;
 };
 
-// Host memory: a memfd, fallocated so that want of memory is an error here and not a SIGBUS later; nothing of it is left
-// behind by a crash.
+// Host memory: a memfd, fallocated so that want of memory is an error here and not a SIGBUS later; nothing of it is
+// left behind by a crash.
 class HostSegment final : public Segment {
  public:
   // Throws Error with the reason (and the bytes asked for) where the memory cannot be had.

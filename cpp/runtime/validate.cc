@@ -11,10 +11,10 @@ std::string num(std::int64_t value) { return std::to_string(value); }
 constexpr std::int64_t kHasWeights = 1, kWideIds = 2, kFromMatrix = 4;
 
 void check_matrix(const char* name, const TensorView& view, DType dtype, std::int64_t rows, std::int64_t columns) {
-  const std::string allowed =
-      std::string(dtype_name(dtype)) + " [" + num(rows) + ", " + num(columns) + "], contiguous";
+  const std::string allowed = std::string(dtype_name(dtype)) + " [" + num(rows) + ", " + num(columns) + "], contiguous";
   if (view.dtype != dtype) throw_type(name, view.describe(), allowed);
-  if (view.num_dims != 2 || view.shape[0] != rows || view.shape[1] != columns) throw_value(name, view.describe(), allowed);
+  if (view.num_dims != 2 || view.shape[0] != rows || view.shape[1] != columns)
+    throw_value(name, view.describe(), allowed);
 }
 
 void check_handle(const DispatchHandle& handle, int num_ranks) {
@@ -104,9 +104,9 @@ void check_payload(const Payload& x, std::int64_t num_tokens) {
     throw_value("x", num(data.shape[0]) + " rows", num(num_tokens) + ", as topk_idx or the handle has");
   const std::int64_t row_bytes = data.shape[1] * static_cast<std::int64_t>(dtype_bytes(data.dtype));
   if (row_bytes == 0 || row_bytes % kRowAlignment != 0)
-    throw_value("x", "rows of " + num(row_bytes) + " bytes (hidden=" + num(data.shape[1]) + ", " +
-                         dtype_name(data.dtype) + ")",
-                "a multiple of " + num(kRowAlignment) + " bytes: pad hidden");
+    throw_value(
+        "x", "rows of " + num(row_bytes) + " bytes (hidden=" + num(data.shape[1]) + ", " + dtype_name(data.dtype) + ")",
+        "a multiple of " + num(kRowAlignment) + " bytes: pad hidden");
   if (data.shape[0] > 0 && data.shape[1] > 1 && data.stride[1] != 1)
     throw_value("x", "a tensor whose last dimension is strided", "one that is contiguous there: call .contiguous()");
   const TensorView& scales = x.scales;
@@ -169,11 +169,13 @@ void validate(const CombineArgs& args, int num_ranks) {
   const std::int64_t* meta = args.handle.meta.as<std::int64_t>();
   Payload x{args.x, {}};
   if (args.x.num_dims != 2 || args.x.shape[0] != meta[layout::kMetaNumRecv])
-    throw_value("x", args.x.describe(), "[" + num(meta[layout::kMetaNumRecv]) + ", hidden]: the rows that dispatch gave");
+    throw_value("x", args.x.describe(),
+                "[" + num(meta[layout::kMetaNumRecv]) + ", hidden]: the rows that dispatch gave");
   check_payload(x, meta[layout::kMetaNumRecv]);
   if (args.topk_weights.defined()) {
     const TensorView& weights = args.topk_weights;
-    if (weights.dtype != DType::kFloat32) throw_type("topk_weights", weights.describe(), "float32 [num_recv_tokens, num_topk]");
+    if (weights.dtype != DType::kFloat32)
+      throw_type("topk_weights", weights.describe(), "float32 [num_recv_tokens, num_topk]");
     if (weights.num_dims != 2 || weights.shape[1] < 1 || weights.shape[1] > layout::kMaxTopk)
       throw_value("topk_weights", weights.describe(), "float32 [num_recv_tokens, 1 to " + num(layout::kMaxTopk) + "]");
     check_token_rows("topk_weights", weights, DType::kFloat32, meta[layout::kMetaNumRecv], weights.shape[1]);

@@ -112,6 +112,7 @@ class World {
   int num_ranks() const { return num_ranks_; }
   int topk() const { return topk_; }
   int num_experts() const { return num_experts_; }
+  int id_bytes() const { return id_bytes_; }
   Rank& rank(int r) { return ranks_[r]; }
 
   // New ids for a rank, stream-ordered.

@@ -26,7 +26,8 @@ inline void store_float(DType dtype, void* row, std::int64_t i, float value) {
   if (dtype == DType::kFloat32)
     static_cast<float*>(row)[i] = value;
   else
-    static_cast<std::uint16_t*>(row)[i] = dtype == DType::kBFloat16 ? cpu::float_to_bf16(value) : cpu::float_to_fp16(value);
+    static_cast<std::uint16_t*>(row)[i] =
+        dtype == DType::kBFloat16 ? cpu::float_to_bf16(value) : cpu::float_to_fp16(value);
 }
 
 inline float rounded(DType dtype, float value) {
@@ -69,7 +70,7 @@ class LowModel {
       for (std::int64_t i = 0; i < tokens * shape.topk; ++i) {
         std::int64_t id = random.below(6) == 0 ? -1 : random.below(shape.num_experts);
         if (i % shape.topk > 0 && random.below(8) == 0) id = input.ids.back();  // the same expert again
-        if (i / shape.topk % 5 == 4) id = -1;                                  // a token that goes nowhere
+        if (i / shape.topk % 5 == 4) id = -1;                                   // a token that goes nowhere
         input.ids.push_back(id);
         input.short_ids.push_back(static_cast<std::int32_t>(id));
         input.weights.push_back(random.uniform());
@@ -206,8 +207,8 @@ class LowModel {
     Input& input = inputs[rank];
     const std::int64_t tokens = shape.num_tokens[rank];
     LowLatencyCombineArgs args;
-    args.x = TensorView::contiguous(y.data(), shape.dtype,
-                                    {blocks.num_local_experts(rank), expert_rows(), shape.hidden});
+    args.x =
+        TensorView::contiguous(y.data(), shape.dtype, {blocks.num_local_experts(rank), expert_rows(), shape.hidden});
     args.topk_idx = TensorView::contiguous(input.ids.data(), DType::kInt64, {tokens, shape.topk});
     args.topk_weights = TensorView::contiguous(input.weights.data(), DType::kFloat32, {tokens, shape.topk});
     args.handle = handle;

@@ -155,7 +155,8 @@ TEST_CASE("every SIMD level gives the same codes and the same values") {
     for (std::size_t i = 0; i < row.size(); i += 2) {
       // Patterns at random, infinities and NaNs among them, and blocks of ordinary numbers.
       std::uint16_t raw = static_cast<std::uint16_t>(engine());
-      if (i / 512 % 2 == 0) raw = dtype == DType::kFloat16 ? float_to_fp16(normal(engine)) : float_to_bf16(normal(engine));
+      if (i / 512 % 2 == 0)
+        raw = dtype == DType::kFloat16 ? float_to_fp16(normal(engine)) : float_to_bf16(normal(engine));
       std::memcpy(row.data() + i, &raw, sizeof raw);
     }
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(logfmt_bytes(128 * 40))), expected_codes;

@@ -92,7 +92,8 @@ TEST_CASE("three calls may be in flight, in any order of their hooks; a fourth r
       for (std::uint64_t round = 0; round < 3; ++round) {
         std::vector<Trip> trips;
         for (std::uint64_t i = 0; i < 3; ++i) trips.push_back(start(buffer, shape_of(3, 10 * round + i), i == 1));
-        const std::string text = expect_throw<Error>([&] { start(buffer, shape_of(3, 5), false); }, "call a hook first");
+        const std::string text =
+            expect_throw<Error>([&] { start(buffer, shape_of(3, 5), false); }, "call a hook first");
         expect(text.find("3 low-latency calls are in flight") != std::string::npos, text);
         for (const int i : order) trips[i].dispatched.hook();
         for (Trip& trip : trips) turn(buffer, trip, true);
@@ -214,8 +215,9 @@ TEST_CASE("more tokens than the cap: both numbers are named and no peer hangs") 
     shape.num_tokens = {3, 129};
     LowModel model(shape);
     if (bootstrap.rank == 1) {
-      const std::string text = expect_throw<ArgumentError>(
-          [&] { buffer.low_latency_dispatch(model.dispatch_args(1, false)); }, "num_max_dispatch_tokens_per_rank: got 128");
+      const std::string text =
+          expect_throw<ArgumentError>([&] { buffer.low_latency_dispatch(model.dispatch_args(1, false)); },
+                                      "num_max_dispatch_tokens_per_rank: got 128");
       expect(text.find("129") != std::string::npos, text);
     } else {
       expect_throw<PeerRefusedError>([&] { buffer.low_latency_dispatch(model.dispatch_args(0, false)); }, "129");
@@ -337,9 +339,8 @@ TEST_CASE("staging that cannot be had is an error on every rank that names the b
   check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
     Buffer buffer(bootstrap, low_options());
     for (int round = 0; round < 3; ++round) {
-      const std::string text =
-          expect_throw<BufferTooSmallError>([&] { start(buffer, shape_of(2, 1, 2000, 1024), false); },
-                                            "bytes of low-latency staging needed");
+      const std::string text = expect_throw<BufferTooSmallError>(
+          [&] { start(buffer, shape_of(2, 1, 2000, 1024), false); }, "bytes of low-latency staging needed");
       expect(text.find("DEEP_MOE_MAX_HEAP_BYTES") != std::string::npos, text);
       whole_trip(buffer, shape_of(2, 2));
     }
@@ -396,8 +397,8 @@ TEST_CASE("a late rank is named, and after a reset the calls work again; old hoo
     Trip old = start(buffer, shape_of(2, 2), false);
     LowModel model(shape_of(2, 3));
     if (rank == 0) {
-      const std::string text = expect_throw<TimeoutError>(
-          [&] { buffer.low_latency_dispatch(model.dispatch_args(0, false)); }, "rank 1");
+      const std::string text =
+          expect_throw<TimeoutError>([&] { buffer.low_latency_dispatch(model.dispatch_args(0, false)); }, "rank 1");
       expect(text.find("low_latency_dispatch/receive") != std::string::npos, text);
       expect_throw<TimeoutError>([&] { buffer.check(); }, "rank 1");
       gave_up = true;

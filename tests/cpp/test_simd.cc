@@ -36,14 +36,12 @@ double round_to(const Format& format, double value) {
   const double overflow = std::copysign(format.has_infinity ? INFINITY : NAN, value);
   if (std::isinf(value)) return overflow;
   const int exponent = std::max(std::ilogb(value), format.min_exponent);
-  const double rounded = std::ldexp(std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent)),
-                                    exponent - format.mantissa_bits);
+  const double rounded =
+      std::ldexp(std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent)), exponent - format.mantissa_bits);
   return std::fabs(rounded) > format.largest ? overflow : rounded;
 }
 
-bool same(double a, double b) {
-  return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b);
-}
+bool same(double a, double b) { return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b); }
 
 struct Random {
   std::uint64_t state;
@@ -57,9 +55,10 @@ struct Random {
   float uniform() { return static_cast<float>(bits() >> 8) * 0x1p-23f - 1.0f; }
   // Ordinary numbers, and now and then one that is hard to get right.
   float value() {
-    static const float kHard[] = {0.0f, -0.0f, 1e-45f, -1e-40f, 0x1p-126f, 0x1p-14f, 0x1p-15f, 6e-8f, 3.3e38f, -3.3e38f,
-                                  65504.0f, -65520.0f, INFINITY, -INFINITY, NAN, 1.0f + 0x1p-8f, 1.0f + 0x1.8p-7f,
-                                  1.0f + 0x1p-11f, 448.0f, 464.0f, 465.0f, 480.0f};
+    static const float kHard[] = {0.0f,     -0.0f,     1e-45f,  -1e-40f,        0x1p-126f,        0x1p-14f,
+                                  0x1p-15f, 6e-8f,     3.3e38f, -3.3e38f,       65504.0f,         -65520.0f,
+                                  INFINITY, -INFINITY, NAN,     1.0f + 0x1p-8f, 1.0f + 0x1.8p-7f, 1.0f + 0x1p-11f,
+                                  448.0f,   464.0f,    465.0f,  480.0f};
     const std::uint32_t choice = bits();
     if (choice % 50 == 0) return kHard[(choice >> 8) % (sizeof kHard / sizeof kHard[0])];
     if (choice % 50 == 1) return float_of(bits());
@@ -167,7 +166,8 @@ TEST_CASE("conversions give back every code") {
   int differing = 0;
   for (std::uint32_t code = 0; code < 0x10000; ++code) {
     const auto half = static_cast<std::uint16_t>(code);
-    const std::uint16_t bf16 = (code & 0x7fff) > 0x7f80 ? 0x7fc0 : half, fp16 = (code & 0x7fff) > 0x7c00 ? 0x7e00 : half;
+    const std::uint16_t bf16 = (code & 0x7fff) > 0x7f80 ? 0x7fc0 : half,
+                        fp16 = (code & 0x7fff) > 0x7c00 ? 0x7e00 : half;
     differing += float_to_bf16(bf16_to_float(half)) != bf16;
     differing += float_to_fp16(fp16_to_float(half)) != fp16;
     const auto byte = static_cast<std::uint8_t>(code);

@@ -121,7 +121,9 @@ struct LowLatencyDispatchArgs {
   TensorView wait_recv_cost_stats;                // [R] i64 nanoseconds, or undefined
 };
 
-// Tensors are complete once the call (or its hook) has returned.
+// Tensors are complete once the call (or its hook) has returned. With a hook, the statistics tensors must stay valid
+// until the hook has been called or destroyed: a later call that needs the slot may fill them. x, ids and weights are
+// read in the call alone.
 struct LowLatencyDispatchResult {
   OwnedPayload recv_x;  // [L, R*M, H]; scales [L, R*M, H/128] (or H/512), last two dims column-major
   Tensor recv_count;    // [L] i32
@@ -140,6 +142,7 @@ struct LowLatencyCombineArgs {
   TensorView wait_recv_cost_stats;  // [R] i64 nanoseconds, or undefined
 };
 
+// With a hook, `out` and the statistics must stay valid until the hook has been called or destroyed.
 struct LowLatencyCombineResult {
   Tensor combined_x;  // [T, H]
   std::function<void()> hook;
