@@ -27,6 +27,7 @@ struct Holder {
   const char* x = nullptr;
   const char* weights = nullptr;
   std::int64_t x_capacity = 0, weight_capacity = 0;  // rows of its rings
+  std::int64_t x_stride = 0, weight_stride = 0;      // bytes from one row to the next
   std::int64_t first_index = 0;                      // of this rank's rows there
   std::int64_t num_rows = 0;                         // of this rank there
   bool is_ring = false;                              // it waits for what we have consumed
@@ -48,7 +49,11 @@ class Combine {
         item_(static_cast<std::int64_t>(dtype_bytes(args.x.dtype))),
         row_bytes_(hidden_ * item_),
         topk_(args.topk_weights.defined() ? args.topk_weights.shape[1] : 0),
-        send_index_(args.handle.send_index.as<std::int32_t>()) {}
+        send_index_(args.handle.send_index.as<std::int32_t>()) {
+    const std::int32_t* prefix = args.handle.rank_prefix_matrix.as<std::int32_t>() + rank_;
+    own_begin_ = rank_ > 0 ? prefix[static_cast<std::int64_t>(rank_ - 1) * num_ranks_] : 0;
+    own_end_ = prefix[static_cast<std::int64_t>(rank_) * num_ranks_];
+  }
 
   // Before anything is announced: what fails here is a refusal.
   void prepare() {
@@ -187,6 +192,7 @@ class Combine {
   }
 
   void stage_row(std::int64_t row) const {
+    if (row >= own_begin_ && row < own_end_) return;
     const std::int64_t at = row % ring_;
     if (staged_x_ != nullptr)
       copy_row(staged_x_ + at * row_bytes_, args_.x.as<char>() + row * args_.x.stride[0] * item_, row_bytes_,
@@ -220,12 +226,29 @@ class Combine {
       const std::int64_t total_rows = prefix_at(num_ranks_ - 1, holder);
       entry.is_ring = entry.x_capacity < total_rows || (topk_ > 0 && entry.weight_capacity < total_rows);
       entry.consumed = entry.first_index;
+      entry.x_stride = row_bytes_;
+      entry.weight_stride = topk_ * 4;
       if (entry.num_rows == 0) continue;
+      if (holder == rank_) {
+        aim_at_own(&entry);
+        continue;
+      }
       entry.x = domain_.address(holder, words.place.segment, static_cast<std::size_t>(words.place.offset));
       if (topk_ > 0)
         entry.weights =
             domain_.address(holder, words.weight_place.segment, static_cast<std::size_t>(words.weight_place.offset));
     }
+  }
+
+  // Rows that this rank holds for itself are read where they are, never staged.
+  void aim_at_own(Holder* entry) const {
+    entry->x = args_.x.as<char>();
+    entry->x_stride = args_.x.stride[0] * item_;
+    entry->x_capacity = std::numeric_limits<std::int64_t>::max();
+    if (topk_ == 0) return;
+    entry->weights = args_.topk_weights.as<char>();
+    entry->weight_stride = args_.topk_weights.stride[0] * 4;
+    entry->weight_capacity = std::numeric_limits<std::int64_t>::max();
   }
 
   std::int64_t rows_ready(int holder) {
@@ -315,9 +338,10 @@ class Combine {
       if (index[holder] < 0) continue;
       const Holder& entry = holders_[holder];
       const std::int64_t row = entry.first_index + index[holder];
-      rows[num_rows++] = entry.x + row % entry.x_capacity * row_bytes_;
+      rows[num_rows++] = entry.x + row % entry.x_capacity * entry.x_stride;
       if (topk_ == 0) continue;
-      const float* theirs = reinterpret_cast<const float*>(entry.weights) + row % entry.weight_capacity * topk_;
+      const float* theirs =
+          reinterpret_cast<const float*>(entry.weights + row % entry.weight_capacity * entry.weight_stride);
       for (std::int64_t k = 0; k < topk_; ++k) weights[k] += theirs[k];
     }
     const auto row_of = [&](const TensorView& view) -> char* {
@@ -350,6 +374,8 @@ class Combine {
   const std::int64_t* meta_;
   const std::int64_t num_tokens_, num_held_, hidden_, item_, row_bytes_, topk_;
   const std::int32_t* send_index_;
+
+  std::int64_t own_begin_ = 0, own_end_ = 0;  // rows that this rank holds for itself
 
   std::uint64_t epoch_ = 0;
   Place x_place_, weight_place_;
