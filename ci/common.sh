@@ -92,11 +92,11 @@ build_wheel() {
   local folder=$1 define arguments=()
   shift
   for define in "DEEP_MOE_CUDA=${DEEP_MOE_CUDA:-AUTO}" "$@"; do
-    arguments+=(-C "cmake.define.$define")
+    arguments+=("--config-settings=cmake.define.$define")
   done
   need_compiler
   rm -rf "$folder"
-  python -m pip wheel -q --no-build-isolation --no-deps -w "$folder" -C "build-dir=build/{wheel_tag}" "${arguments[@]}" .
+  python -m pip wheel -q --no-build-isolation --no-deps -w "$folder" "--config-settings=build-dir=build/{wheel_tag}" "${arguments[@]}" .
 }
 
 # Installs that wheel over whatever version of it is there; what it depends on comes from the index if it is missing.
