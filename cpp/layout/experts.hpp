@@ -12,7 +12,10 @@ struct ExpertBlocks {
   int extra;  // ranks that own base + 1
 
   DM_HOST_DEVICE ExpertBlocks(int num_experts_, int num_ranks_)
-      : num_experts(num_experts_), num_ranks(num_ranks_), base(num_experts_ / num_ranks_), extra(num_experts_ % num_ranks_) {}
+      : num_experts(num_experts_),
+        num_ranks(num_ranks_),
+        base(num_experts_ / num_ranks_),
+        extra(num_experts_ % num_ranks_) {}
 
   DM_HOST_DEVICE int first_expert(int rank) const { return rank * base + (rank < extra ? rank : extra); }
   DM_HOST_DEVICE int num_local_experts(int rank) const { return base + (rank < extra ? 1 : 0); }

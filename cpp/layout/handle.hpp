@@ -4,13 +4,13 @@
 namespace deep_moe::layout {
 
 enum DispatchMeta : int {
-  kMetaNumTokens = 0,   // T
-  kMetaNumRecv,         // N, rows of recv_x (num_worst_tokens where given)
-  kMetaNumArrived,      // rows that really arrived
-  kMetaNumExperts,      // E, 0 if unknown
-  kMetaTopk,            // K, 0 if unknown
+  kMetaNumTokens = 0,  // T
+  kMetaNumRecv,        // N, rows of recv_x (num_worst_tokens where given)
+  kMetaNumArrived,     // rows that really arrived
+  kMetaNumExperts,     // E, 0 if unknown
+  kMetaTopk,           // K, 0 if unknown
   kMetaNumRanks,
-  kMetaHash,            // of the rank-by-rank counts: the same on every rank of one dispatch
+  kMetaHash,  // of the rank-by-rank counts: the same on every rank of one dispatch
   kMetaReserved,
   kDispatchMetaSize,
 };
@@ -21,13 +21,13 @@ enum LowLatencyMeta : int {
   kLowMetaNumExperts,     // E
   kLowMetaTopk,           // K
   kLowMetaNumRanks,
-  kLowMetaNumTokens,      // T of the owner
+  kLowMetaNumTokens,  // T of the owner
   kLowMetaHasWeights,
-  kLowMetaXDtype,         // of the tensor given to dispatch (deep_moe::DType)
-  kLowMetaHash,           // of the dispatch: the same on every rank
-  kLowMetaComplete,       // 1 once the receive half has run
-  kLowMetaIdsHash,        // of this rank's topk_idx
-  kLowMetaWeightsHash,    // of this rank's topk_weights, if they were given
+  kLowMetaXDtype,       // of the tensor given to dispatch (deep_moe::DType)
+  kLowMetaHash,         // of the dispatch: the same on every rank
+  kLowMetaComplete,     // 1 once the receive half has run
+  kLowMetaIdsHash,      // of this rank's topk_idx
+  kLowMetaWeightsHash,  // of this rank's topk_weights, if they were given
   kLowLatencyMetaSize,
 };
 

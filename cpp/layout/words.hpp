@@ -7,12 +7,12 @@
 
 namespace deep_moe::layout {
 
-inline constexpr int kAnnounceDepth = 8;      // calls a rank may be ahead of a peer that it has not heard from
-inline constexpr int kLowLatencySlots = 4;    // calls in flight + 1
-inline constexpr int kMaxExperts = 16384;     // of a Buffer's high-throughput calls
+inline constexpr int kAnnounceDepth = 8;    // calls a rank may be ahead of a peer that it has not heard from
+inline constexpr int kLowLatencySlots = 4;  // calls in flight + 1
+inline constexpr int kMaxExperts = 16384;   // of a Buffer's high-throughput calls
 inline constexpr int kMaxTopk = 64;
 inline constexpr int kReasonBytes = 320;
-inline constexpr int kAlign = 256;            // of regions and of tensors in the heap
+inline constexpr int kAlign = 256;  // of regions and of tensors in the heap
 
 enum class CallKind : std::uint32_t {
   kNone = 0,
@@ -56,7 +56,7 @@ DM_HOST_DEVICE std::uint64_t signature_hash(const CallSignature& signature) {
 }
 
 enum PlaceFlags : std::int32_t {
-  kPlaceHard = 1,           // the capacity cannot grow (num_worst_tokens)
+  kPlaceHard = 1,          // the capacity cannot grow (num_worst_tokens)
   kPlaceColumnScales = 2,  // scales are stored column-major
 };
 

@@ -1,49 +1,43 @@
-// What a Buffer is made of. Shared with the hooks of low-latency calls, which may outlive the Buffer.
+// What a Buffer forwards to: one implementation a kind of device. Shared with the hooks of low-latency calls, which may
+// outlive the Buffer.
 #pragma once
 
-#include <atomic>
 #include <memory>
-#include <mutex>
+#include <string>
+#include <vector>
 
 #include <deep_moe/buffer.hpp>
 
-#include "cpu/low_latency.hpp"
-#include "cpu/protocol.hpp"
-#include "runtime/domain.hpp"
-
 namespace deep_moe {
 
-struct Buffer::Impl : std::enable_shared_from_this<Buffer::Impl> {
+struct Buffer::Impl {
   Impl(const Bootstrap& bootstrap, const BufferOptions& options);
-  ~Impl();
-
-  // Held during a call. Throws ForkedProcessError, DestroyedError, or what has failed the Buffer.
-  std::unique_lock<std::mutex> lock_call();
-  void check_process() const;
-  void check_usable() const;  // check_process(), and not destroyed
-  // Runs the checks, then the call, with the error handling that the Buffer promises.
-  template <typename Check, typename Body>
-  auto run(const layout::CallSignature& signature, const Check& check, const Body& body);
-  // Errors that all ranks meet alike leave the Buffer usable; any other fails it.
-  template <typename Body>
-  auto guarded(const Body& body);
-  cpu::Context context() { return {*domain, *pool}; }
-  cpu::LowLatencyContext low_latency_context();
-  void restart_low_latency();
-  void unmask();
-  void destroy();
+  virtual ~Impl() = default;
 
   const int rank, num_ranks;
   const BufferOptions options;
-  const std::uint64_t forks;
-  std::mutex call_mutex;
-  std::atomic<bool> destroyed{false};
-  std::shared_ptr<Domain> domain;
-  std::unique_ptr<cpu::WorkerPool> pool;
-  cpu::LowLatencyState low_latency;
-  std::uint64_t generation = 1;
-  std::mutex scratch_mutex;
-  Tensor scratch[2];  // what local_buffer() shows: heap kind, low-latency kind
+
+  virtual LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) = 0;
+  virtual DispatchResult dispatch(const DispatchArgs& args) = 0;
+  virtual CombineResult combine(const CombineArgs& args) = 0;
+  virtual LowLatencyDispatchResult low_latency_dispatch(const LowLatencyDispatchArgs& args) = 0;
+  virtual LowLatencyCombineResult low_latency_combine(const LowLatencyCombineArgs& args) = 0;
+  virtual void clean_low_latency_buffer(std::int64_t max_tokens, std::int64_t hidden, std::int64_t num_experts) = 0;
+  virtual void update_mask(int peer, bool masked) = 0;
+  virtual void query_mask(std::int32_t* status) = 0;
+  virtual void clean_mask() = 0;
+  virtual Tensor empty(DType dtype, const std::vector<std::int64_t>& shape) = 0;
+  virtual Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) = 0;
+  virtual MemoryStats memory_stats() = 0;
+  virtual void refuse(const std::string& call, const std::string& reason) = 0;
+  virtual void check() = 0;
+  virtual void reset() = 0;
+  virtual void destroy() = 0;
 };
+
+// Row-major view of a shape that a user gave; throws ArgumentError or ArgumentTypeError.
+TensorView checked_shape(DType dtype, const std::vector<std::int64_t>& shape);
+// The call that `name` means, for the announcement of a refusal.
+std::uint32_t call_kind(const std::string& name);
 
 }  // namespace deep_moe

@@ -4,8 +4,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
+#include <limits>
 #include <mutex>
 #include <unordered_map>
 
@@ -13,6 +16,8 @@
 
 namespace deep_moe {
 namespace {
+
+constexpr std::size_t kCheckedBytes = std::size_t{64} << 20;  // smaller segments are not worth the look
 
 char* map_shared(int fd, std::size_t bytes) {
   void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -22,6 +27,22 @@ char* map_shared(int fd, std::size_t bytes) {
   // Fewer page faults where the kernel gives huge pages to shared memory; no harm where it does not.
   ::madvise(base, bytes, MADV_HUGEPAGE);
   return static_cast<char*>(base);
+}
+
+// Shared memory that does not fit is not refused by every kernel: some end processes instead. So ask first. Returns the
+// bytes that can be had, by the machine's and by this control group's account; the largest number if neither is known.
+std::size_t available_memory() {
+  std::size_t available = std::numeric_limits<std::size_t>::max();
+  std::ifstream memory("/proc/meminfo");
+  for (std::string key; memory >> key;) {
+    std::size_t kilobytes = 0;
+    if (key == "MemAvailable:" && memory >> kilobytes) available = kilobytes << 10;
+    memory.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  std::size_t limit = 0, used = 0;
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit && std::ifstream("/sys/fs/cgroup/memory.current") >> used)
+    available = std::min(available, limit > used ? limit - used : 0);
+  return available;
 }
 
 struct LocalSegments {
@@ -37,6 +58,11 @@ LocalSegments& local_segments() {
 }  // namespace
 
 std::shared_ptr<Segment> HostSegment::create(std::size_t bytes) {
+  if (bytes >= kCheckedBytes) {
+    if (const std::size_t available = available_memory(); bytes > available)
+      throw Error("cannot get " + std::to_string(bytes) + " bytes of shared memory: " + std::to_string(available) +
+                  " bytes are available on this machine");
+  }
   const int fd = ::memfd_create("deep_moe", MFD_CLOEXEC);
   if (fd < 0) throw Error(std::string("cannot make shared memory (memfd_create): ") + std::strerror(errno));
   int status;

@@ -69,7 +69,8 @@ int run_rank(int rank, int socket) {
     const float expected = x[token * kHidden] * 2 * (both ? 2 : 1);
     const float got = combined.combined_x.as<float>()[token * kHidden];
     if (got != expected) {
-      std::fprintf(stderr, "rank %d, token %lld: got %g, expected %g\n", rank, static_cast<long long>(token), got, expected);
+      std::fprintf(stderr, "rank %d, token %lld: got %g, expected %g\n", rank, static_cast<long long>(token), got,
+                   expected);
       return 1;
     }
   }

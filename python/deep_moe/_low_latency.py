@@ -166,9 +166,9 @@ class LowLatencyCalls(BufferBase):
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank (``mask=True``), so that it is neither sent to nor waited for; or unmasks.
 
-        Masking is local. Unmasking is collective over all ranks, the masked ones included: all of them call it (or
-        :meth:`low_latency_clean_mask_buffer`), it waits for all of them, and afterwards nobody is masked. Needs
-        ``enable_shrink=True``.
+        Masking is local. Unmasking is collective over all ranks, the masked ones included: all of them call
+        it (or :meth:`low_latency_clean_mask_buffer`), it waits for all of them, and afterwards nobody is
+        masked. Needs ``enable_shrink=True``.
 
         Raises:
             ValueError: no such other rank, or the Buffer was made without ``enable_shrink``.
@@ -188,6 +188,7 @@ class LowLatencyCalls(BufferBase):
         """Unmasks all ranks. Collective: every rank calls it, the masked ones included.
 
         Raises:
-            DeepMoeTimeoutError, PeerLostError: a rank does not take part. ValueError: made without ``enable_shrink``.
+            DeepMoeTimeoutError, PeerLostError: a rank does not take part.
+            ValueError: the Buffer was made without ``enable_shrink``.
         """
         self.runtime.clean_mask()

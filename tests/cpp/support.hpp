@@ -132,7 +132,8 @@ inline std::vector<std::string> run_processes(int num_ranks, const RankFunction&
   for (int rank = 0; rank < num_ranks; ++rank) {
     std::string text;
     char part[512];
-    for (ssize_t got; (got = ::read(pipes[rank], part, sizeof(part))) > 0;) text.append(part, static_cast<std::size_t>(got));
+    for (ssize_t got; (got = ::read(pipes[rank], part, sizeof(part))) > 0;)
+      text.append(part, static_cast<std::size_t>(got));
     ::close(pipes[rank]);
     int status = 0;
     ::waitpid(children[rank], &status, 0);

@@ -21,7 +21,9 @@ struct Call {
   DispatchArgs args;
 
   explicit Call(std::int64_t num_tokens, std::int64_t hidden_ = kHidden, std::int64_t bad_id = -2)
-      : x(static_cast<std::size_t>(num_tokens * hidden_)), ids(static_cast<std::size_t>(num_tokens * kTopk)), hidden(hidden_) {
+      : x(static_cast<std::size_t>(num_tokens * hidden_)),
+        ids(static_cast<std::size_t>(num_tokens * kTopk)),
+        hidden(hidden_) {
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<std::uint16_t>(i * 7);
     for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i * 5) % kExperts;
     if (bad_id != -2) ids.back() = bad_id;

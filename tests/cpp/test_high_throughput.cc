@@ -124,7 +124,8 @@ void check_combine(Buffer& buffer, const Shape& shape, Input& input, const Dispa
   }
 }
 
-void round_trips(const Bootstrap& bootstrap, const Shape& shape, int steps, int max_tokens, BufferOptions options = {}) {
+void round_trips(const Bootstrap& bootstrap, const Shape& shape, int steps, int max_tokens,
+                 BufferOptions options = {}) {
   options.timeout_seconds = 30;
   Buffer buffer(bootstrap, options);
   for (int step = 0; step < steps; ++step) {
@@ -143,7 +144,8 @@ void round_trips(const Bootstrap& bootstrap, const Shape& shape, int steps, int 
     const DispatchHandle handle = result.handle.view();
     again.handle = &handle;
     const DispatchResult cached = buffer.dispatch(again);
-    expect(std::memcmp(cached.recv_x.data.view.data, result.recv_x.data.view.data, result.recv_x.data.view.num_bytes()) == 0,
+    expect(std::memcmp(cached.recv_x.data.view.data, result.recv_x.data.view.data,
+                       result.recv_x.data.view.num_bytes()) == 0,
            "cached rows");
     // no more rows than a number that is known
     args.num_worst_tokens = 0;
@@ -158,12 +160,8 @@ void round_trips(const Bootstrap& bootstrap, const Shape& shape, int steps, int 
 }
 
 const Shape kShapes[] = {
-    {1, {5}, 64, 4, 2},
-    {2, {16, 0}, 512, 16, 4},
-    {2, {0, 0}, 512, 16, 4},
-    {3, {7, 33, 1}, 72, 10, 3},
-    {4, {100, 65, 63, 5}, 256, 30, 8},
-    {5, {3, 0, 9, 2, 4}, 8, 9, 2},
+    {1, {5}, 64, 4, 2},         {2, {16, 0}, 512, 16, 4},          {2, {0, 0}, 512, 16, 4},
+    {3, {7, 33, 1}, 72, 10, 3}, {4, {100, 65, 63, 5}, 256, 30, 8}, {5, {3, 0, 9, 2, 4}, 8, 9, 2},
 };
 
 }  // namespace
@@ -172,7 +170,8 @@ TEST_CASE("dispatch and combine equal the scalar model") {
   for (const Form form : {Form::kThreads, Form::kProcesses}) {
     for (const Shape& shape : kShapes) {
       CAPTURE(shape.num_ranks);
-      check_all(run_ranks(form, shape.num_ranks, [&](const Bootstrap& bootstrap) { round_trips(bootstrap, shape, 3, -1); }));
+      check_all(
+          run_ranks(form, shape.num_ranks, [&](const Bootstrap& bootstrap) { round_trips(bootstrap, shape, 3, -1); }));
     }
   }
 }

@@ -1,0 +1,250 @@
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/cpu_buffer.hpp"
+#include "runtime/process.hpp"
+#include "runtime/text.hpp"
+#include "runtime/validate.hpp"
+
+namespace deep_moe::cpu {
+
+CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
+    : Buffer::Impl(bootstrap, options_), forks_(fork_count()) {
+  domain_ = std::make_shared<Domain>(bootstrap, options);
+  pool_ = std::make_unique<WorkerPool>(default_num_threads(num_ranks));
+}
+
+CpuBuffer::~CpuBuffer() { destroy(); }
+
+void CpuBuffer::start() {
+  if (!options.low_latency_mode) return;
+  const auto lock = lock_call();
+  initialise(low_latency_context());
+}
+
+void CpuBuffer::check_process() const {
+  if (forks_ != fork_count())
+    throw ForkedProcessError(
+        "this Buffer was made in a parent process; a forked child cannot use it: make the Buffer after the fork");
+}
+
+void CpuBuffer::check_usable() const {
+  check_process();
+  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+}
+
+std::unique_lock<std::mutex> CpuBuffer::lock_call() {
+  check_process();
+  std::unique_lock<std::mutex> lock(call_mutex_);
+  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+  domain_->check_failed();
+  return lock;
+}
+
+template <typename Body>
+auto CpuBuffer::guarded(const Body& body) {
+  try {
+    return body();
+  } catch (const ArgumentError&) {
+    throw;
+  } catch (const PeerRefusedError&) {
+    throw;
+  } catch (const CallMismatchError&) {
+    throw;
+  } catch (const BufferTooSmallError&) {
+    throw;
+  } catch (...) {
+    domain_->fail(std::current_exception());
+    throw;
+  }
+}
+
+template <typename Check, typename Body>
+auto CpuBuffer::run(const layout::CallSignature& signature, const Check& checks, const Body& body) {
+  try {
+    checks();
+  } catch (const std::exception& error) {
+    domain_->announce_refusal(signature, error.what());
+    skip_call(*domain_, low_latency_);
+    throw;
+  }
+  try {
+    return guarded(body);
+  } catch (...) {
+    if (!domain_->failed()) skip_call(*domain_, low_latency_);
+    throw;
+  }
+}
+
+LowLatencyContext CpuBuffer::low_latency_context() {
+  auto self = shared_from_this();
+  LowLatencyContext result{
+      context(),
+      low_latency_,
+      [self, born = generation_]() -> std::shared_ptr<void> {
+        auto lock = std::make_shared<std::unique_lock<std::mutex>>(self->lock_call());
+        if (self->generation_ != born)
+          throw Error("this hook belongs to a call from before reset(): what it waited for is gone");
+        return lock;
+      },
+      [self](const std::function<void()>& body) { self->guarded(body); },
+  };
+  return result;
+}
+
+void CpuBuffer::destroy() {
+  if (forks_ != fork_count()) {
+    // A child's copy: locks may be held by threads that do not exist here, and the peers are the parent's.
+    (void)pool_.release();
+    new std::shared_ptr<Domain>(std::move(domain_));
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(call_mutex_);
+  if (destroyed_.exchange(true)) return;
+  if (domain_) domain_->depart();
+  pool_.reset();
+  domain_.reset();
+}
+
+LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) {
+  check_usable();
+  check_topk_idx_shape(topk_idx, num_experts);
+  check_topk_ids(topk_idx, num_experts);
+  return dispatch_layout(topk_idx, num_experts, num_ranks);
+}
+
+DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
+  const auto lock = lock_call();
+  return run(signature(args), [&] { validate(args, num_ranks); }, [&] { return cpu::dispatch(context(), args); });
+}
+
+CombineResult CpuBuffer::combine(const CombineArgs& args) {
+  const auto lock = lock_call();
+  return run(signature(args), [&] { validate(args, num_ranks); }, [&] { return cpu::combine(context(), args); });
+}
+
+LowLatencyDispatchResult CpuBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
+  const auto lock = lock_call();
+  return run(
+      cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
+      [&] { return cpu::low_latency_dispatch(low_latency_context(), args); });
+}
+
+LowLatencyCombineResult CpuBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
+  const auto lock = lock_call();
+  return run(
+      cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
+      [&] { return cpu::low_latency_combine(low_latency_context(), args); });
+}
+
+void CpuBuffer::clean_low_latency_buffer(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden,
+                                         std::int64_t num_experts) {
+  // Nothing to clean: every word of the staging is tagged with its call.
+  const auto lock = lock_call();
+  low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts);
+}
+
+void CpuBuffer::check_shrink(const char* call) const {
+  if (!options.enable_shrink)
+    throw ArgumentError(std::string(call) + ": this Buffer was made with enable_shrink=False, which has no masks");
+}
+
+void CpuBuffer::unmask() {
+  // Collective, whatever this rank's own mask says: the rank that others have masked may have masked nobody.
+  guarded([&] { domain_->reset(true); });
+  restart_low_latency();
+}
+
+void CpuBuffer::update_mask(int peer, bool masked) {
+  const auto lock = lock_call();
+  check_shrink("low_latency_update_mask_buffer");
+  if (peer < 0 || peer >= num_ranks || peer == rank)
+    throw_value("rank", std::to_string(peer), "another rank, 0 to " + std::to_string(num_ranks - 1));
+  if (masked) {
+    domain_->set_masked(peer, true);
+  } else {
+    unmask();
+  }
+}
+
+void CpuBuffer::query_mask(std::int32_t* status) {
+  const auto lock = lock_call();
+  check_shrink("low_latency_query_mask_buffer");
+  for (int peer = 0; peer < num_ranks; ++peer) status[peer] = domain_->masked(peer) ? 1 : 0;
+}
+
+void CpuBuffer::clean_mask() {
+  const auto lock = lock_call();
+  check_shrink("low_latency_clean_mask_buffer");
+  unmask();
+}
+
+Tensor CpuBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
+  const auto lock = lock_call();
+  Tensor tensor;
+  tensor.view = checked_shape(dtype, shape);
+  std::string reason;
+  const Block block = domain_->heap().allocate_or_grow(tensor.view.num_bytes(), &reason);
+  if (!block)
+    throw BufferTooSmallError("empty: " + std::to_string(tensor.view.num_bytes()) + " bytes of heap needed: " + reason);
+  tensor.view.data = block.ptr;
+  tensor.owner = domain_->heap().own(block);
+  return tensor;
+}
+
+Tensor CpuBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) {
+  check_usable();
+  const std::int64_t capacity = use_rdma_buffer ? options.num_rdma_bytes : options.num_nvl_bytes;
+  if (offset < 0 || num_bytes < 0 || offset > capacity || num_bytes > capacity - offset)
+    throw_value("size", std::to_string(num_bytes) + " bytes at offset " + std::to_string(offset),
+                "what fits in the " + std::to_string(capacity) + " bytes given as " +
+                    (use_rdma_buffer ? "num_rdma_bytes" : "num_nvl_bytes"));
+  const std::lock_guard<std::mutex> lock(scratch_mutex_);
+  Tensor& scratch = scratch_[use_rdma_buffer ? 1 : 0];
+  if (!scratch.owner) {
+    const std::size_t bytes = static_cast<std::size_t>(std::max<std::int64_t>(capacity, 1));
+    void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) throw Error("cannot map " + std::to_string(bytes) + " bytes of scratch memory");
+    scratch.owner = std::shared_ptr<void>(base, [bytes](void* memory) { ::munmap(memory, bytes); });
+  }
+  Tensor view;
+  view.view = TensorView::contiguous(static_cast<char*>(scratch.owner.get()) + offset, DType::kUInt8, {num_bytes});
+  view.owner = scratch.owner;
+  return view;
+}
+
+MemoryStats CpuBuffer::memory_stats() {
+  check_process();
+  const std::lock_guard<std::mutex> lock(call_mutex_);
+  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+  MemoryStats stats = domain_->heap().stats();
+  stats.ll_staging_bytes = low_latency_.staging_bytes;
+  return stats;
+}
+
+void CpuBuffer::refuse(const std::string& call, const std::string& reason) {
+  const auto lock = lock_call();
+  layout::CallSignature signature;
+  signature.kind = call_kind(call);
+  domain_->announce_refusal(signature, reason);
+  skip_call(*domain_, low_latency_);
+}
+
+void CpuBuffer::check() { const auto lock = lock_call(); }
+
+void CpuBuffer::restart_low_latency() {
+  ++generation_;
+  low_latency_.restart();
+}
+
+void CpuBuffer::reset() {
+  check_process();
+  const std::lock_guard<std::mutex> lock(call_mutex_);
+  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+  domain_->reset(false);
+  restart_low_latency();
+}
+
+}  // namespace deep_moe::cpu
