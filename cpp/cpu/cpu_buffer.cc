@@ -12,7 +12,12 @@ namespace deep_moe::cpu {
 
 CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
     : Buffer::Impl(bootstrap, options_), forks_(fork_count()) {
-  domain_ = std::make_shared<Domain>(bootstrap, options);
+  BufferOptions inner = options;
+  inner.interrupt_check = [this] {
+    if (!destroy_wanted_ && options.interrupt_check) options.interrupt_check();
+    if (destroy_wanted_) throw DestroyedError("this Buffer was destroyed during a call");
+  };
+  domain_ = std::make_shared<Domain>(bootstrap, inner);
   pool_ = std::make_unique<WorkerPool>(default_num_threads(num_ranks));
 }
 
@@ -20,7 +25,8 @@ CpuBuffer::~CpuBuffer() { destroy(); }
 
 void CpuBuffer::start() {
   if (!options.low_latency_mode) return;
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   initialise(low_latency_context());
 }
 
@@ -35,12 +41,40 @@ void CpuBuffer::check_usable() const {
   if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
 }
 
-std::unique_lock<std::mutex> CpuBuffer::lock_call() {
+CpuBuffer::CallLock::CallLock(CpuBuffer& buffer) : buffer_(buffer) {
+  buffer.check_process();
+  if (buffer.in_call_here())
+    throw Error(
+        "a call on this Buffer is under way on this very thread (this one comes from a signal handler or a callback)");
+  buffer.call_mutex_.lock();
+  buffer.caller_ = std::this_thread::get_id();
+  if (!buffer.destroyed_ && !buffer.destroy_wanted_) return;
+  buffer.leave_call();
+  throw DestroyedError("this Buffer has been destroyed");
+}
+
+CpuBuffer::CallLock::~CallLock() { buffer_.leave_call(); }
+
+void CpuBuffer::leave_call() noexcept {
+  if (destroy_wanted_) release();
+  caller_ = std::thread::id();
+  call_mutex_.unlock();
+}
+
+std::shared_ptr<Domain> CpuBuffer::usable_domain() const {
   check_process();
-  std::unique_lock<std::mutex> lock(call_mutex_);
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
-  domain_->check_failed();
-  return lock;
+  const std::lock_guard<std::mutex> lock(domain_mutex_);
+  if (destroyed_ || !domain_) throw DestroyedError("this Buffer has been destroyed");
+  return domain_;
+}
+
+void CpuBuffer::check_ready() const { domain_->check_failed(); }
+
+void CpuBuffer::check_unmasked(const char* call) const {
+  if (domain_->any_masked())
+    throw Error(std::string(call) +
+                ": some rank is masked, and high-throughput calls need all ranks; unmask with "
+                "low_latency_clean_mask_buffer() on all ranks first");
 }
 
 template <typename Body>
@@ -84,7 +118,8 @@ LowLatencyContext CpuBuffer::low_latency_context() {
       context(),
       low_latency_,
       [self, born = generation_]() -> std::shared_ptr<void> {
-        auto lock = std::make_shared<std::unique_lock<std::mutex>>(self->lock_call());
+        auto lock = std::make_shared<CallLock>(*self);
+        self->check_ready();
         if (self->generation_ != born)
           throw Error("this hook belongs to a call from before reset(): what it waited for is gone");
         return lock;
@@ -101,14 +136,26 @@ void CpuBuffer::destroy() {
     new std::shared_ptr<Domain>(std::move(domain_));
     return;
   }
+  destroy_wanted_ = true;
+  if (in_call_here()) return;  // from inside a wait of this thread, which leaves now; the call's end does the rest
   const std::lock_guard<std::mutex> lock(call_mutex_);
-  if (destroyed_.exchange(true)) return;
-  if (domain_) domain_->depart();
-  pool_.reset();
-  domain_.reset();
+  release();
 }
 
-LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) {
+// With the call lock held.
+void CpuBuffer::release() noexcept {
+  if (destroyed_.exchange(true)) return;
+  std::shared_ptr<Domain> domain;
+  {
+    const std::lock_guard<std::mutex> lock(domain_mutex_);
+    domain.swap(domain_);
+  }
+  if (domain) domain->depart();
+  pool_.reset();
+}
+
+LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
+                                            const StreamOptions&) {
   check_usable();
   check_topk_idx_shape(topk_idx, num_experts);
   check_topk_ids(topk_idx, num_experts);
@@ -116,24 +163,40 @@ LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int
 }
 
 DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
-  const auto lock = lock_call();
-  return run(signature(args), [&] { validate(args, num_ranks); }, [&] { return cpu::dispatch(context(), args); });
+  const CallLock lock(*this);
+  check_ready();
+  return run(
+      signature(args),
+      [&] {
+        check_unmasked("dispatch");
+        validate(args, num_ranks);
+      },
+      [&] { return cpu::dispatch(context(), args); });
 }
 
 CombineResult CpuBuffer::combine(const CombineArgs& args) {
-  const auto lock = lock_call();
-  return run(signature(args), [&] { validate(args, num_ranks); }, [&] { return cpu::combine(context(), args); });
+  const CallLock lock(*this);
+  check_ready();
+  return run(
+      signature(args),
+      [&] {
+        check_unmasked("combine");
+        validate(args, num_ranks);
+      },
+      [&] { return cpu::combine(context(), args); });
 }
 
 LowLatencyDispatchResult CpuBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   return run(
       cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
       [&] { return cpu::low_latency_dispatch(low_latency_context(), args); });
 }
 
 LowLatencyCombineResult CpuBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   return run(
       cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
       [&] { return cpu::low_latency_combine(low_latency_context(), args); });
@@ -142,7 +205,8 @@ LowLatencyCombineResult CpuBuffer::low_latency_combine(const LowLatencyCombineAr
 void CpuBuffer::clean_low_latency_buffer(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden,
                                          std::int64_t num_experts) {
   // Nothing to clean: every word of the staging is tagged with its call.
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts);
 }
 
@@ -158,7 +222,8 @@ void CpuBuffer::unmask() {
 }
 
 void CpuBuffer::update_mask(int peer, bool masked) {
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   check_shrink("low_latency_update_mask_buffer");
   if (peer < 0 || peer >= num_ranks || peer == rank)
     throw_value("rank", std::to_string(peer), "another rank, 0 to " + std::to_string(num_ranks - 1));
@@ -170,27 +235,29 @@ void CpuBuffer::update_mask(int peer, bool masked) {
 }
 
 void CpuBuffer::query_mask(std::int32_t* status) {
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   check_shrink("low_latency_query_mask_buffer");
   for (int peer = 0; peer < num_ranks; ++peer) status[peer] = domain_->masked(peer) ? 1 : 0;
 }
 
 void CpuBuffer::clean_mask() {
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   check_shrink("low_latency_clean_mask_buffer");
   unmask();
 }
 
 Tensor CpuBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
-  const auto lock = lock_call();
+  const std::shared_ptr<Domain> domain = usable_domain();
   Tensor tensor;
   tensor.view = checked_shape(dtype, shape);
   std::string reason;
-  const Block block = domain_->heap().allocate_or_grow(tensor.view.num_bytes(), &reason);
+  const Block block = domain->heap().allocate_or_grow(tensor.view.num_bytes(), &reason);
   if (!block)
     throw BufferTooSmallError("empty: " + std::to_string(tensor.view.num_bytes()) + " bytes of heap needed: " + reason);
   tensor.view.data = block.ptr;
-  tensor.owner = domain_->heap().own(block);
+  tensor.owner = domain->heap().own(block);
   return tensor;
 }
 
@@ -216,23 +283,21 @@ Tensor CpuBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool
 }
 
 MemoryStats CpuBuffer::memory_stats() {
-  check_process();
-  const std::lock_guard<std::mutex> lock(call_mutex_);
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
-  MemoryStats stats = domain_->heap().stats();
+  MemoryStats stats = usable_domain()->heap().stats();
   stats.ll_staging_bytes = low_latency_.staging_bytes;
   return stats;
 }
 
 void CpuBuffer::refuse(const std::string& call, const std::string& reason) {
-  const auto lock = lock_call();
+  const CallLock lock(*this);
+  check_ready();
   layout::CallSignature signature;
   signature.kind = call_kind(call);
   domain_->announce_refusal(signature, reason);
   skip_call(*domain_, low_latency_);
 }
 
-void CpuBuffer::check() { const auto lock = lock_call(); }
+void CpuBuffer::check() { usable_domain()->check_failed(); }
 
 void CpuBuffer::restart_low_latency() {
   ++generation_;
@@ -240,9 +305,7 @@ void CpuBuffer::restart_low_latency() {
 }
 
 void CpuBuffer::reset() {
-  check_process();
-  const std::lock_guard<std::mutex> lock(call_mutex_);
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+  const CallLock lock(*this);
   domain_->reset(false);
   restart_low_latency();
 }

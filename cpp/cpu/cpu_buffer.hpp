@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "cpu/low_latency.hpp"
 #include "cpu/protocol.hpp"
@@ -18,7 +19,8 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   ~CpuBuffer() override;
   void start();  // the rest of the construction, which needs shared_from_this
 
-  LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) override;
+  LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
+                                   const StreamOptions& streams) override;
   DispatchResult dispatch(const DispatchArgs& args) override;
   CombineResult combine(const CombineArgs& args) override;
   LowLatencyDispatchResult low_latency_dispatch(const LowLatencyDispatchArgs& args) override;
@@ -36,10 +38,28 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   void destroy() override;
 
  private:
-  // Held during a call. Throws ForkedProcessError, DestroyedError, or what has failed the Buffer.
-  std::unique_lock<std::mutex> lock_call();
+  // One call at a time. A thread that holds it may come here again from inside its wait (a signal handler): calls then
+  // throw, and destroy() makes the wait leave.
+  class CallLock {
+   public:
+    explicit CallLock(CpuBuffer& buffer);
+    ~CallLock();
+    CallLock(const CallLock&) = delete;
+    CallLock& operator=(const CallLock&) = delete;
+
+   private:
+    CpuBuffer& buffer_;
+  };
+  friend class CallLock;
+
   void check_process() const;
   void check_usable() const;  // check_process(), and not destroyed
+  bool in_call_here() const { return caller_.load() == std::this_thread::get_id(); }
+  std::shared_ptr<Domain> usable_domain() const;  // without the call lock
+  void check_ready() const;                       // not failed
+  void check_unmasked(const char* call) const;
+  void release() noexcept;
+  void leave_call() noexcept;
   void check_shrink(const char* call) const;
   // Runs the checks, then the call, with the error handling that the Buffer promises.
   template <typename Check, typename Body>
@@ -54,7 +74,10 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
 
   const std::uint64_t forks_;
   std::mutex call_mutex_;
+  std::atomic<std::thread::id> caller_{};    // who holds it
+  std::atomic<bool> destroy_wanted_{false};  // makes a wait leave
   std::atomic<bool> destroyed_{false};
+  mutable std::mutex domain_mutex_;  // of the pointer
   std::shared_ptr<Domain> domain_;
   std::unique_ptr<WorkerPool> pool_;
   LowLatencyState low_latency_;

@@ -429,7 +429,7 @@ class Dispatch {
         result.recv_topk_weights = tensor(3, parts.topk_weights, DType::kFloat32, {rows, format_.topk});
     }
     if (worst_rows_ == 0) count_experts(&result.num_recv_tokens_per_expert);
-    result.handle = handle_.finish({rows, arrived, num_experts_, format_.topk}, counts_, std::move(src_idx));
+    result.handle = handle_.finish({rows, arrived, num_experts_, format_.topk, epoch_}, counts_, std::move(src_idx));
     return result;
   }
 

@@ -16,6 +16,7 @@ class DispatchHandleBuilder {
 
   struct Numbers {
     std::int64_t num_recv, num_arrived, num_experts, topk;
+    std::uint64_t epoch;
   };
   // `counts` [R, R] by (source, destination).
   OwnedDispatchHandle finish(const Numbers& numbers, const std::vector<std::int64_t>& counts, Tensor recv_src_idx);

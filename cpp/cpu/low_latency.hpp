@@ -1,6 +1,7 @@
 // Low-latency calls of the CPU backend. State that outlives a call (slots in use, staging) is in LowLatencyState.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -26,9 +27,9 @@ struct LowLatencyState {
   std::uint64_t sequence = 0;
   std::uint64_t counted_epoch = 0;  // last call that was counted
   Slot slots[layout::kLowLatencySlots];
-  std::int64_t staging_bytes = 0;  // of one rank, all slots; equal on all ranks
-  std::vector<int> segments;       // by rank: id of its staging segment
-  int spare_segment = -1;          // the newest of this rank, which a later growth may take
+  std::atomic<std::int64_t> staging_bytes{0};  // of one rank, all slots; equal on all ranks
+  std::vector<int> segments;                   // by rank: id of its staging segment
+  int spare_segment = -1;                      // the newest of this rank, which a later growth may take
   std::int64_t spare_bytes = 0;
   std::shared_ptr<OutputPool> outputs = std::make_shared<OutputPool>();
 

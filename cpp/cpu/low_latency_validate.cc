@@ -152,6 +152,7 @@ void validate(const Domain& domain, const LowLatencyState& state, const LowLaten
       throw_value("out", out.describe(), allowed);
     if (out.numel() > 0 && out.stride[1] != 1)
       throw_value("out", "a tensor whose last dimension is strided", "one that is contiguous there");
+    check_output(out);
   }
   check_vector("combine_wait_recv_cost_stats", args.wait_recv_cost_stats, DType::kInt64, domain.num_ranks());
   check_in_flight(state, "low_latency_combine");

@@ -75,6 +75,73 @@ struct NotifyArgs {
 };
 void notify(const DeviceDomain& domain, NotifyArgs args, Stream stream);
 
+// What a call that no notify precedes announces to every peer.
+struct CallStart {
+  layout::CallSignature signature;
+  std::uint64_t hash = 0;      // layout::signature_hash(signature); set by the function called
+  layout::Place place;         // dispatch: where this rank takes its rows; combine: its input, 16-byte aligned
+  layout::Place weight_place;  // combine: its top-k weights
+  std::uint32_t sequence = 0;  // tag of the outcome in mapped memory; 0: none for the host
+};
+
+// Scales that travel with rows: num_items a row, of item_bytes (1, 2, 4 or 8) each. Strides in bytes. num_items 0:
+// none.
+struct ScaleRows {
+  const void* data = nullptr;
+  int item_bytes = 0;
+  std::int64_t num_items = 0;
+  std::int64_t row_stride = 0;
+  std::int64_t item_stride = 0;
+};
+
+// Moves rows to their final place at every destination, and ends when all rows for this rank have arrived.
+//
+// Behind notify, on the same stream and with no other call of the domain between: takes over its epoch; if its outcome
+// is not kRowsFit, nothing moves on any rank. With `cached` there is no notify: counts and positions are those of an
+// earlier call, the launch takes the next epoch itself and announces `start`.
+struct DispatchArgs {
+  const void* x = nullptr;  // num_tokens rows of row_bytes (a multiple of 16), row_stride bytes apart
+  std::int64_t num_tokens = 0;
+  std::int64_t row_bytes = 0;
+  std::int64_t row_stride = 0;
+  ScaleRows scales;
+  TopkIds ids;                                       // topk 0: none; else of the same tokens
+  int num_experts = 0;                               // read with ids alone
+  const float* topk_weights = nullptr;               // [num_tokens, topk] or null
+  std::int64_t weight_stride = 0;                    // weights from one row to the next
+  const std::int32_t* send_position = nullptr;       // [T, R] of notify
+  const std::int32_t* rank_prefix_matrix = nullptr;  // [R, R] of notify
+  char* const* segment_bases = nullptr;  // [R, layout::kMaxSegments] where each rank's segments are mapped here
+  int num_sms = 0;                       // blocks, at least 1
+  bool use_vector_path = false;          // plain loads and stores also where the copy engine is there
+  bool cached = false;
+  CallStart start;  // cached alone
+};
+void dispatch(const DeviceDomain& domain, DispatchArgs args, Stream stream);
+
+enum class SumType : int { kBf16, kFp16, kFp32 };
+
+// Reads each token's rows from the ranks that hold them, sums them in fp32 in rank order, and rounds once. Takes the
+// next epoch, and ends when no peer will read this rank's input any more.
+struct CombineArgs {
+  SumType type = SumType::kBf16;
+  std::int64_t num_tokens = 0;
+  std::int64_t hidden = 0;                           // elements; row bytes are a multiple of 16
+  const std::int32_t* send_position = nullptr;       // [T, R] of the dispatch
+  const std::int32_t* rank_prefix_matrix = nullptr;  // [R, R] of the dispatch
+  char* const* segment_bases = nullptr;              // as for dispatch
+  const void* bias[2] = {};                          // [T, hidden] of `type`, or null
+  std::int64_t bias_stride[2] = {};                  // bytes from one row to the next
+  void* out = nullptr;                               // [T, hidden] of `type`
+  std::int64_t out_stride = 0;                       // bytes
+  int topk = 0;                                      // of the weights; 0: none
+  float* combined_topk_weights = nullptr;            // [T, topk]
+  int num_sms = 0;
+  bool use_vector_path = false;
+  CallStart start;  // place: rows without gaps; weight_place: [N, topk]
+};
+void combine(const DeviceDomain& domain, CombineArgs args, Stream stream);
+
 // Takes the next epoch for a call whose arguments this rank refuses, and tells every peer why. Reasons longer than
 // layout::kReasonBytes are cut.
 void post_refusal(const DeviceDomain& domain, const layout::CallSignature& signature, const std::string& reason,

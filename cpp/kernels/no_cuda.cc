@@ -22,6 +22,10 @@ void get_dispatch_layout(const DeviceDomain&, const LayoutArgs&, Stream) { unava
 
 void notify(const DeviceDomain&, NotifyArgs, Stream) { unavailable("notify"); }
 
+void dispatch(const DeviceDomain&, DispatchArgs, Stream) { unavailable("dispatch"); }
+
+void combine(const DeviceDomain&, CombineArgs, Stream) { unavailable("combine"); }
+
 void post_refusal(const DeviceDomain&, const layout::CallSignature&, const std::string&, Stream) {
   unavailable("post_refusal");
 }

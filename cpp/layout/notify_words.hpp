@@ -1,5 +1,5 @@
-// What the CUDA protocol of notify adds to the workspace: words that are their own flag, the counters and state that
-// only a rank's own kernels touch, and the words in mapped memory through which a kernel speaks to its host.
+// What the CUDA protocol adds to the workspace: words that are their own flag, the counters and state that only a
+// rank's own kernels touch, and the words in mapped memory through which a kernel speaks to its host.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +12,7 @@ namespace deep_moe::layout {
 
 inline constexpr int kMaxKernelRanks = 64;   // the ranks of a token are the bits of one word
 inline constexpr int kMaxNotifyBlocks = 64;  // blocks of one launch that read ids
+inline constexpr int kMaxSegments = 64;      // of one rank, in the tables of addresses that kernels read
 
 // A word that is its own flag: the low 32 bits of the epoch (or of a sequence number) above a 32-bit count. Nothing
 // else has to be ordered with it, so relaxed loads and stores do.
@@ -32,10 +33,17 @@ struct alignas(64) NotifyState {
   std::uint32_t error_claimed;  // 1 while the error record holds something that the host has not taken
 };
 
+// Of one rank, for its own launches of dispatch and combine; all zero between them.
+struct alignas(64) RowState {
+  std::uint64_t next_token;  // tokens handed out to warps
+  std::uint64_t done_blocks;
+};
+
 // Regions in a rank's device memory, in order, behind those of workspace.hpp. Sizes and addresses derive from this
 // list.
 enum class NotifyRegion : int {
   kState,       // NotifyState, one
+  kRowState,    // RowState, one
   kBlockWords,  // u64[blocks][R]          rows of the tokens of each block, by destination
   kExpertSums,  // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
   kLayoutSums,  // u64[kMaxExperts + R]    the same for get_dispatch_layout
@@ -48,6 +56,7 @@ inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
   const std::size_t word = sizeof(std::uint64_t);
   switch (region) {
     case NotifyRegion::kState: return sizeof(NotifyState);
+    case NotifyRegion::kRowState: return sizeof(RowState);
     case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
     case NotifyRegion::kExpertSums: return word * kMaxExperts;
     case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
@@ -76,7 +85,9 @@ class DeviceLayout {
   explicit DeviceLayout(int num_ranks)
       : num_ranks_(num_ranks),
         words_per_src_(num_ranks + expert_count_stride(num_ranks)),
-        announce_(region_offset(Region::kAnnounce, num_ranks)) {
+        announce_(region_offset(Region::kAnnounce, num_ranks)),
+        rows_done_(region_offset(Region::kRowsDone, num_ranks)),
+        pull_done_(region_offset(Region::kPullDone, num_ranks)) {
     for (int i = 0; i < static_cast<int>(NotifyRegion::kCount); ++i)
       offsets_[i] = region_offset(static_cast<NotifyRegion>(i), num_ranks);
   }
@@ -85,6 +96,14 @@ class DeviceLayout {
   DM_HOST_DEVICE Announce& announce(char* base, std::uint64_t epoch, int src) const {
     return reinterpret_cast<Announce*>(base + announce_)[ring_slot(epoch) * num_ranks_ + src];
   }
+  // The same words as Workspace::word(Region::kRowsDone, src) and word(Region::kPullDone, puller).
+  DM_HOST_DEVICE std::uint64_t* rows_done(char* base, int src) const {
+    return &reinterpret_cast<Word*>(base + rows_done_)[src].value;
+  }
+  DM_HOST_DEVICE std::uint64_t* pull_done(char* base, int puller) const {
+    return &reinterpret_cast<Word*>(base + pull_done_)[puller].value;
+  }
+  DM_HOST_DEVICE RowState& row_state(char* base) const { return *at<RowState>(base, NotifyRegion::kRowState); }
   DM_HOST_DEVICE NotifyState& state(char* base) const { return *at<NotifyState>(base, NotifyRegion::kState); }
   DM_HOST_DEVICE std::uint64_t* block_words(char* base, int block) const {  // [R] over destinations
     return at<std::uint64_t>(base, NotifyRegion::kBlockWords) + block * num_ranks_;
@@ -112,7 +131,7 @@ class DeviceLayout {
 
   int num_ranks_ = 0;
   int words_per_src_ = 0;
-  std::size_t announce_ = 0;
+  std::size_t announce_ = 0, rows_done_ = 0, pull_done_ = 0;
   std::size_t offsets_[static_cast<int>(NotifyRegion::kCount)] = {};
 };
 
@@ -132,19 +151,37 @@ enum class NotifyOutcome : std::uint32_t {
 // How the rows of one rank fit its place.
 enum class PlaceFit : std::uint32_t { kFits = 0, kTooSmall, kTooSmallHard };
 
-enum class WaitPhase : std::uint32_t { kNone = 0, kBlockWords, kAnnounce, kCountWords, kRingSpace };
+enum class WaitPhase : std::uint32_t {
+  kNone = 0,
+  kBlockWords,
+  kAnnounce,
+  kCountWords,
+  kRingSpace,
+  kRowLoad,
+  kRowsDone,
+  kPullDone,
+};
 
 inline constexpr const char* wait_phase_name(WaitPhase phase) {
   switch (phase) {
     case WaitPhase::kBlockWords: return "notify: counts of this rank's other blocks";
-    case WaitPhase::kAnnounce: return "notify: announcement of the call";
+    case WaitPhase::kAnnounce: return "announcement of the call";
     case WaitPhase::kCountWords: return "notify: counts of rows and experts";
+    case WaitPhase::kRowLoad: return "rows on their way into shared memory";
+    case WaitPhase::kRowsDone: return "dispatch: rows of a peer";
+    case WaitPhase::kPullDone: return "combine: a peer's word that it has read this rank's rows";
     case WaitPhase::kRingSpace: return "refusal: space in the ring of announcements";
     default: return "none";
   }
 }
 
-enum class KernelErrorKind : std::uint32_t { kNone = 0, kTimeout, kPeerRefused, kCallMismatch };
+enum class KernelErrorKind : std::uint32_t {
+  kNone = 0,
+  kTimeout,
+  kPeerRefused,
+  kCallMismatch,
+  kUnknownSegment,  // a peer's place lies in a segment that has no address here; `seen` is its number
+};
 
 // The first error since the host took the last one. Filled by one thread; `kind` is written last, release.
 struct alignas(64) ErrorRecord {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "layout/host_device.hpp"
 #include "layout/workspace.hpp"
 
 namespace deep_moe::layout {
@@ -22,7 +23,7 @@ struct RecvBlock {
   std::size_t x = 0, scales = 0, topk_idx = 0, topk_weights = 0, src_idx = 0, total = 0;
 
   RecvBlock() = default;
-  RecvBlock(const RowFormat& format, std::int64_t num_rows) {
+  DM_HOST_DEVICE RecvBlock(const RowFormat& format, std::int64_t num_rows) {
     const auto part = [&](std::int64_t bytes_per_row) {
       const std::size_t offset = total;
       total = align_up(total + static_cast<std::size_t>(bytes_per_row * num_rows), kAlign);

@@ -116,4 +116,11 @@ DM_HOST_DEVICE std::uint64_t unpack_count(std::uint64_t word, std::uint64_t epoc
   return (word & tag_mask) == (epoch << kCountBits) ? word & ~tag_mask : 0;
 }
 
+// What a reset goes to: the generation above the epoch, so that the larger word wins both.
+DM_HOST_DEVICE std::uint64_t pack_reset(std::uint64_t generation, std::uint64_t epoch) {
+  return (generation << kCountBits) | epoch;
+}
+DM_HOST_DEVICE std::uint64_t reset_generation(std::uint64_t word) { return word >> kCountBits; }
+DM_HOST_DEVICE std::uint64_t reset_epoch(std::uint64_t word) { return word & ((std::uint64_t{1} << kCountBits) - 1); }
+
 }  // namespace deep_moe::layout

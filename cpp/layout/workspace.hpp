@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "layout/host_device.hpp"
 #include "layout/words.hpp"
 
 namespace deep_moe::layout {
@@ -14,9 +15,8 @@ enum class Region : int {
   kAnnounce,       // Announce[depth][R]      by source
   kRegrow,         // Regrow[depth][R]        by source
   kAbort,          // Abort[R]                by source
-  kGeneration,     // Word[R]                 by peer: reset generation it has reached
-  kResumeEpoch,    // Word[R]                 by peer: its epoch when it joined the reset
-  kResumeDone,     // Word[R]                 by peer: it has read the above of everybody
+  kResetProposal,  // Word[R]                 by peer: (generation, epoch) it resets to, 0 while it is not in reset()
+  kResetAgreed,    // Word[R]                 by peer: the largest proposal it has seen, in reset()
   kDeparted,       // Word[R]                 by peer: 1 once it has destroyed its Buffer
   kRowsDone,       // Word[R]                 by source: pack(epoch, waves whose rows are all here)
   kWindow,         // Word[R]                 by receiver: pack(epoch, waves it has drained)
@@ -38,7 +38,7 @@ struct alignas(64) Control {
 };
 inline constexpr std::uint64_t kWorkspaceMagic = 0x6465'6570'6d6f'6531ull;
 
-inline constexpr std::size_t align_up(std::size_t bytes, std::size_t alignment) {
+DM_HOST_DEVICE constexpr std::size_t align_up(std::size_t bytes, std::size_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 

@@ -42,7 +42,8 @@ struct Gather {
 };
 
 void construct(BufferObject* self, int rank, int size, const nb::object& all_gather, std::int64_t num_nvl_bytes,
-               std::int64_t num_rdma_bytes, bool low_latency_mode, bool enable_shrink, double timeout_seconds) {
+               std::int64_t num_rdma_bytes, bool low_latency_mode, bool enable_shrink, double timeout_seconds,
+               int device) {
   BufferOptions options;
   options.num_nvl_bytes = num_nvl_bytes;
   options.num_rdma_bytes = num_rdma_bytes;
@@ -50,6 +51,8 @@ void construct(BufferObject* self, int rank, int size, const nb::object& all_gat
   options.enable_shrink = enable_shrink;
   options.timeout_seconds = timeout_seconds;
   options.interrupt_check = check_signals;
+  options.device = device;
+  if (device != kCpuDevice) options.current_stream = [device] { return current_stream(device); };
 
   auto gather = std::make_shared<Gather>(Gather{all_gather});
   struct Close {
@@ -62,6 +65,7 @@ void construct(BufferObject* self, int rank, int size, const nb::object& all_gat
   bootstrap.all_gather = [gather, size](const void* send, void* recv, std::size_t bytes) {
     (*gather)(size, send, recv, bytes);
   };
+  const CallStream stream(device);
   new (self) BufferObject(without_gil([&] { return std::make_unique<Buffer>(bootstrap, options); }));
 }
 
@@ -104,6 +108,12 @@ nb::object local_buffer(BufferObject& self, nb::handle offset, nb::handle num_by
   return to_torch(self.run([&](Buffer& buffer) { return buffer.local_buffer(begin, length, use_rdma_buffer); }));
 }
 
+void record_stream(BufferObject& self, nb::handle tensor, nb::handle stream) {
+  const TensorView view = self.required(tensor, "tensor");
+  void* const handle = to_pointer(stream, "stream");
+  self.run([&](Buffer& buffer) { buffer.record_stream(view, handle); });
+}
+
 void refuse(BufferObject& self, const std::string& call, const std::string& reason) {
   self.run([&](Buffer& buffer) { buffer.refuse(call, reason); });
 }
@@ -112,16 +122,22 @@ void refuse(BufferObject& self, const std::string& call, const std::string& reas
 
 bool is_pair(nb::handle x) { return PyTuple_Check(x.ptr()) != 0 || PyList_Check(x.ptr()) != 0; }
 
-Payload payload_of(nb::handle x) {
+TensorView BufferObject::required(nb::handle tensor, const char* name) const {
+  const TensorView found = view(tensor, name);
+  if (!found.defined()) throw ArgumentTypeError(std::string(name) + " must be a torch.Tensor, got None");
+  return found;
+}
+
+Payload BufferObject::payload(nb::handle x) const {
   Payload payload;
   if (!is_pair(x)) {
-    payload.data = view_of(x, "x");
+    payload.data = view(x, "x");
     if (!payload.data.defined()) throw ArgumentTypeError("x must be a torch.Tensor or (data, scales), got None");
     return payload;
   }
   if (nb::len(x) != 2) throw ArgumentTypeError("x must be a torch.Tensor or (data, scales), got " + describe(x));
-  payload.data = view_of(nb::object(x[0]), "x[0]");
-  payload.scales = view_of(nb::object(x[1]), "x[1]");
+  payload.data = view(nb::object(x[0]), "x[0]");
+  payload.scales = view(nb::object(x[1]), "x[1]");
   if (!payload.data.defined() || !payload.scales.defined()) {
     throw ArgumentTypeError("x must be a torch.Tensor or (data, scales), got a pair with None");
   }
@@ -134,13 +150,15 @@ nb::object payload_to_torch(OwnedPayload payload, bool as_pair) {
   return nb::make_tuple(std::move(data), to_torch(std::move(payload.scales)));
 }
 
-void handle_items(nb::handle handle, const char* const* names, int count, TensorView* const* views) {
+void BufferObject::handle_items(nb::handle handle, const char* const* names, int count,
+                                TensorView* const* views) const {
   if (!is_pair(handle) || nb::len(handle) != static_cast<std::size_t>(count)) {
     throw ArgumentTypeError("handle must be what the dispatch returned (" + std::to_string(count) +
                             " tensors, as any tuple), got " + describe(handle));
   }
   for (int item = 0; item < count; ++item) {
-    *views[item] = view_of(nb::object(handle[item]), names[item]);
+    const bool is_meta = item == count - 1;
+    *views[item] = view_of(nb::object(handle[item]), names[item], is_meta ? kCpuDevice : device());
     if (!views[item]->defined())
       throw ArgumentTypeError(std::string(names[item]) + " must be a torch.Tensor, got None");
   }
@@ -150,12 +168,21 @@ nb::class_<BufferObject> register_buffer(nb::module_& m) {
   nb::class_<BufferObject> cls(m, "Buffer", "One rank's end of the exchange; deep_moe.Buffer wraps it.");
   cls.def("__init__", construct, nb::arg("rank"), nb::arg("size"), nb::arg("all_gather"), nb::arg("num_nvl_bytes"),
           nb::arg("num_rdma_bytes"), nb::arg("low_latency_mode"), nb::arg("enable_shrink"), nb::arg("timeout_seconds"),
+          nb::arg("device"),
           nb::sig("def __init__(self, rank: int, size: int, all_gather: "
                   "collections.abc.Callable[[bytes], collections.abc.Sequence[bytes]], num_nvl_bytes: int, "
-                  "num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float) -> None"),
-          "Collective. all_gather is called a few times and only in here.");
+                  "num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float, "
+                  "device: int) -> None"),
+          "Collective. all_gather is called a few times and only in here. device: a CUDA ordinal, or -1 for the CPU.");
   cls.def_prop_ro("rank", [](const BufferObject& self) { return self.buffer().rank(); });
   cls.def_prop_ro("num_ranks", [](const BufferObject& self) { return self.buffer().num_ranks(); });
+  cls.def_prop_ro(
+      "comm_stream",
+      [](const BufferObject& self) { return reinterpret_cast<std::uintptr_t>(self.buffer().comm_stream()); },
+      nb::sig("def comm_stream(self) -> int"), "The cudaStream_t of the Buffer's calls; 0 on the CPU.");
+  cls.def("record_stream", record_stream, nb::arg("tensor").none(), nb::arg("stream").none(),
+          nb::sig("def record_stream(self, tensor: torch.Tensor, stream: int) -> None"),
+          "The memory of the tensor is reused only behind the work of this cudaStream_t too.");
   cls.def("empty", empty, nb::arg("shape").none(), nb::arg("dtype").none(),
           nb::sig("def empty(self, shape: int | collections.abc.Sequence[int], dtype: torch.dtype) -> torch.Tensor"),
           "A tensor in the heap.");

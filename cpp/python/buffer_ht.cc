@@ -1,4 +1,6 @@
 // The high-throughput mode: layout, dispatch, combine.
+#include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -17,11 +19,11 @@ constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (rank_prefix_matr
                                                     "handle[2] (is_token_in_rank)", "handle[3] (send_index)",
                                                     "handle[4] (meta)"};
 
-DispatchHandle handle_of(nb::handle handle) {
+DispatchHandle handle_of(const BufferObject& self, nb::handle handle) {
   DispatchHandle out;
   TensorView* const views[kHandleItems] = {&out.rank_prefix_matrix, &out.recv_src_idx, &out.is_token_in_rank,
                                            &out.send_index, &out.meta};
-  handle_items(handle, kHandleNames, kHandleItems, views);
+  self.handle_items(handle, kHandleNames, kHandleItems, views);
   return out;
 }
 
@@ -31,11 +33,25 @@ nb::object handle_to_torch(OwnedDispatchHandle handle) {
                         to_torch(std::move(handle.meta)));
 }
 
-nb::object get_dispatch_layout(BufferObject& self, nb::handle topk_idx, nb::handle num_experts) {
-  const TensorView ids = view_of(topk_idx, "topk_idx");
-  if (!ids.defined()) throw ArgumentTypeError("topk_idx must be a torch.Tensor, got None");
+StreamOptions streams_of(nb::handle previous_event, nb::handle async_finish) {
+  StreamOptions streams;
+  streams.previous_event = to_pointer(previous_event, "previous_event");
+  streams.async_finish = to_bool(async_finish, "async_finish");
+  return streams;
+}
+
+int sms_of(nb::handle num_sms) {
+  const std::int64_t number = to_int(num_sms, "num_sms");
+  if (number < 1) throw ArgumentError("num_sms must be at least 1, got " + std::to_string(number));
+  return static_cast<int>(std::min<std::int64_t>(number, std::numeric_limits<int>::max()));
+}
+
+nb::object get_dispatch_layout(BufferObject& self, nb::handle topk_idx, nb::handle num_experts,
+                               nb::handle previous_event, nb::handle async_finish) {
+  const TensorView ids = self.required(topk_idx, "topk_idx");
   const std::int64_t experts = to_int(num_experts, "num_experts");
-  LayoutResult layout = self.run([&](Buffer& buffer) { return buffer.get_dispatch_layout(ids, experts); });
+  const StreamOptions streams = streams_of(previous_event, async_finish);
+  LayoutResult layout = self.run([&](Buffer& buffer) { return buffer.get_dispatch_layout(ids, experts, streams); });
   return nb::make_tuple(to_torch(std::move(layout.num_tokens_per_rank)),
                         to_torch(std::move(layout.num_tokens_per_expert)),
                         to_torch(std::move(layout.is_token_in_rank)));
@@ -107,11 +123,13 @@ void check_routing(const DispatchArgs& args) {
 nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::handle num_tokens_per_rank,
                     nb::handle is_token_in_rank, nb::handle num_tokens_per_expert, nb::handle topk_idx,
                     nb::handle topk_weights, nb::handle expert_alignment, nb::handle num_worst_tokens,
-                    nb::handle num_experts) {
+                    nb::handle num_experts, nb::handle num_sms, nb::handle previous_event, nb::handle async_finish) {
   DispatchHandle cached;
   DispatchArgs args;
   self.prepare("dispatch", [&] {
-    args.x = payload_of(x);
+    args.x = self.payload(x);
+    args.num_sms = sms_of(num_sms);
+    args.streams = streams_of(previous_event, async_finish);
     args.expert_alignment = to_int(expert_alignment, "expert_alignment");
     args.num_worst_tokens = to_int(num_worst_tokens, "num_worst_tokens");
     if (!handle.is_none()) {
@@ -120,15 +138,15 @@ nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::han
             "handle together with topk_idx or topk_weights: a handle repeats an earlier dispatch and its choice of "
             "ranks; pass one or the other");
       }
-      cached = handle_of(handle);
+      cached = handle_of(self, handle);
       args.handle = &cached;
       return;
     }
-    const GivenLayout layout{view_of(num_tokens_per_rank, "num_tokens_per_rank"),
-                             view_of(is_token_in_rank, "is_token_in_rank"),
-                             view_of(num_tokens_per_expert, "num_tokens_per_expert")};
-    args.topk_idx = view_of(topk_idx, "topk_idx");
-    args.topk_weights = view_of(topk_weights, "topk_weights");
+    const GivenLayout layout{self.view(num_tokens_per_rank, "num_tokens_per_rank"),
+                             self.view(is_token_in_rank, "is_token_in_rank"),
+                             self.view(num_tokens_per_expert, "num_tokens_per_expert")};
+    args.topk_idx = self.view(topk_idx, "topk_idx");
+    args.topk_weights = self.view(topk_weights, "topk_weights");
     check_layout(layout, args.x.data, self.buffer().num_ranks());
     args.num_experts = experts_of(num_experts, layout);
     args.is_token_in_rank = layout.is_token_in_rank;
@@ -148,28 +166,29 @@ nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::han
                         handle_to_torch(std::move(result.handle)));
 }
 
-void read_bias(nb::handle bias, CombineArgs* args) {
+void read_bias(const BufferObject& self, nb::handle bias, CombineArgs* args) {
   if (!is_pair(bias)) {
-    args->bias0 = view_of(bias, "bias");
+    args->bias0 = self.view(bias, "bias");
     return;
   }
   if (nb::len(bias) != 2) {
     throw ArgumentTypeError("bias must be None, a torch.Tensor or a pair of them, got " + describe(bias));
   }
-  args->bias0 = view_of(nb::object(bias[0]), "bias[0]");
-  args->bias1 = view_of(nb::object(bias[1]), "bias[1]");
+  args->bias0 = self.view(nb::object(bias[0]), "bias[0]");
+  args->bias1 = self.view(nb::object(bias[1]), "bias[1]");
 }
 
 nb::object combine(BufferObject& self, nb::handle x, nb::handle handle, nb::handle topk_weights, nb::handle bias,
-                   nb::handle out) {
+                   nb::handle out, nb::handle num_sms, nb::handle previous_event, nb::handle async_finish) {
   CombineArgs args;
   self.prepare("combine", [&] {
-    args.x = view_of(x, "x");
-    if (!args.x.defined()) throw ArgumentTypeError("x must be a torch.Tensor, got None");
-    args.handle = handle_of(handle);
-    args.topk_weights = view_of(topk_weights, "topk_weights");
-    read_bias(bias, &args);
-    args.out = view_of(out, "out");
+    args.x = self.required(x, "x");
+    args.num_sms = sms_of(num_sms);
+    args.streams = streams_of(previous_event, async_finish);
+    args.handle = handle_of(self, handle);
+    args.topk_weights = self.view(topk_weights, "topk_weights");
+    read_bias(self, bias, &args);
+    args.out = self.view(out, "out");
   });
   CombineResult result = self.run([&](Buffer& buffer) { return buffer.combine(args); });
   nb::object combined = out.is_none() ? to_torch(std::move(result.combined_x)) : nb::borrow(out);
@@ -179,30 +198,38 @@ nb::object combine(BufferObject& self, nb::handle x, nb::handle handle, nb::hand
 }  // namespace
 
 void register_high_throughput(nb::class_<BufferObject>& cls) {
-  cls.def("get_dispatch_layout", get_dispatch_layout, nb::arg("topk_idx").none(), nb::arg("num_experts").none(),
-          nb::sig("def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int) -> "
-                  "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"),
-          "(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local.");
-  cls.def("dispatch", dispatch, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("num_tokens_per_rank").none(),
-          nb::arg("is_token_in_rank").none(), nb::arg("num_tokens_per_expert").none(), nb::arg("topk_idx").none(),
-          nb::arg("topk_weights").none(), nb::arg("expert_alignment").none(), nb::arg("num_worst_tokens").none(),
-          nb::arg("num_experts").none(),
-          nb::sig("def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
-                  "handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, "
-                  "is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, "
-                  "topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, "
-                  "num_worst_tokens: int, num_experts: int | None) -> "
-                  "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, "
-                  "torch.Tensor | None, list[int] | None, "
-                  "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]"),
-          "(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all\n"
-          "but recv_x are None.");
+  cls.def(
+      "get_dispatch_layout", get_dispatch_layout, nb::arg("topk_idx").none(), nb::arg("num_experts").none(),
+      nb::arg("previous_event").none(), nb::arg("async_finish").none(),
+      nb::sig("def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, previous_event: int, "
+              "async_finish: bool) -> "
+              "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"),
+      "(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local. previous_event: a cudaEvent_t, or 0.");
+  cls.def(
+      "dispatch", dispatch, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("num_tokens_per_rank").none(),
+      nb::arg("is_token_in_rank").none(), nb::arg("num_tokens_per_expert").none(), nb::arg("topk_idx").none(),
+      nb::arg("topk_weights").none(), nb::arg("expert_alignment").none(), nb::arg("num_worst_tokens").none(),
+      nb::arg("num_experts").none(), nb::arg("num_sms").none(), nb::arg("previous_event").none(),
+      nb::arg("async_finish").none(),
+      nb::sig(
+          "def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
+          "handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, "
+          "is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, "
+          "topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, "
+          "num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> "
+          "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, "
+          "torch.Tensor | None, list[int] | None, "
+          "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]"),
+      "(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all\n"
+      "but recv_x are None.");
   cls.def("combine", combine, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("topk_weights").none(),
-          nb::arg("bias").none(), nb::arg("out").none(),
+          nb::arg("bias").none(), nb::arg("out").none(), nb::arg("num_sms").none(), nb::arg("previous_event").none(),
+          nb::arg("async_finish").none(),
           nb::sig("def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], "
                   "topk_weights: torch.Tensor | None, "
                   "bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, "
-                  "out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]"),
+                  "out: torch.Tensor | None, num_sms: int, previous_event: int, async_finish: bool) -> "
+                  "tuple[torch.Tensor, torch.Tensor | None]"),
           "(combined_x, combined_topk_weights)");
 }
 

@@ -48,11 +48,11 @@ constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (src_info)", "han
                                                     "handle[2] (recv_pos)", "handle[3] (recv_weights)",
                                                     "handle[4] (meta)"};
 
-LowLatencyHandle handle_of(nb::handle handle) {
+LowLatencyHandle handle_of(const BufferObject& self, nb::handle handle) {
   LowLatencyHandle out;
   TensorView* const views[kHandleItems] = {&out.src_info, &out.layout_range, &out.recv_pos, &out.recv_weights,
                                            &out.meta};
-  handle_items(handle, kHandleNames, kHandleItems, views);
+  self.handle_items(handle, kHandleNames, kHandleItems, views);
   return out;
 }
 
@@ -62,29 +62,23 @@ nb::object handle_to_torch(OwnedLowLatencyHandle handle) {
                         to_torch(std::move(handle.meta)));
 }
 
-TensorView required(nb::handle tensor, const char* name) {
-  const TensorView view = view_of(tensor, name);
-  if (!view.defined()) throw ArgumentTypeError(std::string(name) + " must be a torch.Tensor, got None");
-  return view;
-}
-
 nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle topk_idx, nb::handle max_tokens,
                                 nb::handle num_experts, nb::handle recv_stats, nb::handle wait_stats,
                                 nb::handle use_fp8, nb::handle round_scale, nb::handle use_ue8m0,
                                 nb::handle return_recv_hook, nb::handle topk_weights) {
   LowLatencyDispatchArgs args;
   self.prepare("low_latency_dispatch", [&] {
-    args.x = payload_of(x);
-    args.topk_idx = required(topk_idx, "topk_idx");
-    args.topk_weights = view_of(topk_weights, "topk_weights");
+    args.x = self.payload(x);
+    args.topk_idx = self.required(topk_idx, "topk_idx");
+    args.topk_weights = self.view(topk_weights, "topk_weights");
     args.num_max_dispatch_tokens_per_rank = to_int(max_tokens, "num_max_dispatch_tokens_per_rank");
     args.num_experts = to_int(num_experts, "num_experts");
     args.use_fp8 = to_bool(use_fp8, "use_fp8");
     args.round_scale = to_bool(round_scale, "round_scale");
     args.use_ue8m0 = to_bool(use_ue8m0, "use_ue8m0");
     args.return_recv_hook = to_bool(return_recv_hook, "return_recv_hook");
-    args.cumulative_local_expert_recv_stats = view_of(recv_stats, "cumulative_local_expert_recv_stats");
-    args.wait_recv_cost_stats = view_of(wait_stats, "dispatch_wait_recv_cost_stats");
+    args.cumulative_local_expert_recv_stats = self.view(recv_stats, "cumulative_local_expert_recv_stats");
+    args.wait_recv_cost_stats = self.view(wait_stats, "dispatch_wait_recv_cost_stats");
   });
   LowLatencyDispatchResult result = self.run([&](Buffer& buffer) { return buffer.low_latency_dispatch(args); });
   const bool as_pair = result.recv_x.scales.defined();
@@ -104,14 +98,14 @@ nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk
                                nb::handle wait_stats) {
   LowLatencyCombineArgs args;
   self.prepare("low_latency_combine", [&] {
-    args.x = required(x, "x");
-    args.topk_idx = required(topk_idx, "topk_idx");
-    args.topk_weights = required(topk_weights, "topk_weights");
-    args.handle = handle_of(handle);
+    args.x = self.required(x, "x");
+    args.topk_idx = self.required(topk_idx, "topk_idx");
+    args.topk_weights = self.required(topk_weights, "topk_weights");
+    args.handle = handle_of(self, handle);
     args.use_logfmt = to_bool(use_logfmt, "use_logfmt");
     args.return_recv_hook = to_bool(return_recv_hook, "return_recv_hook");
-    args.out = view_of(out, "out");
-    args.wait_recv_cost_stats = view_of(wait_stats, "combine_wait_recv_cost_stats");
+    args.out = self.view(out, "out");
+    args.wait_recv_cost_stats = self.view(wait_stats, "combine_wait_recv_cost_stats");
   });
   LowLatencyCombineResult result = self.run([&](Buffer& buffer) { return buffer.low_latency_combine(args); });
   nb::object combined = out.is_none() ? to_torch(std::move(result.combined_x)) : nb::borrow(out);
@@ -128,8 +122,8 @@ bool is_summable(std::int64_t dtype) {
          dtype == static_cast<std::int64_t>(DType::kFloat32);
 }
 
-nb::object combine_input(nb::handle handle) {
-  const LowLatencyHandle views = handle_of(handle);
+nb::object combine_input(BufferObject& self, nb::handle handle) {
+  const LowLatencyHandle views = handle_of(self, handle);
   const bool fits = views.meta.dtype == DType::kInt64 && views.meta.numel() == layout::kLowLatencyMetaSize &&
                     views.meta.is_contiguous() && views.src_info.num_dims == 2;
   if (!fits)
@@ -158,7 +152,7 @@ void update_mask(BufferObject& self, nb::handle rank, nb::handle masked) {
 }
 
 void query_mask(BufferObject& self, nb::handle mask_status) {
-  const TensorView status = required(mask_status, "mask_status");
+  const TensorView status = self.required(mask_status, "mask_status");
   const std::int64_t num_ranks = self.buffer().num_ranks();
   if (status.dtype != DType::kInt32) throw ArgumentTypeError("mask_status must be int32, got " + status.describe());
   if (status.num_dims != 1 || status.shape[0] != num_ranks || !status.is_contiguous()) {
@@ -196,11 +190,9 @@ void register_low_latency(nb::module_& m, nb::class_<BufferObject>& cls) {
   nb::class_<Hook>(m, "Hook", "The receive half of a low-latency call. Call it once; tensors are complete afterwards.")
       .def("__call__", &Hook::operator());
   register_calls(cls);
-  cls.def(
-      "low_latency_combine_input", [](BufferObject&, nb::handle handle) { return combine_input(handle); },
-      nb::arg("handle").none(),
-      nb::sig("def low_latency_combine_input(self, handle: tuple[torch.Tensor, ...]) -> torch.Tensor"),
-      "An uninitialised tensor of the shape and dtype that combine takes.");
+  cls.def("low_latency_combine_input", combine_input, nb::arg("handle").none(),
+          nb::sig("def low_latency_combine_input(self, handle: tuple[torch.Tensor, ...]) -> torch.Tensor"),
+          "An uninitialised tensor of the shape and dtype that combine takes.");
   cls.def("clean_low_latency_buffer", clean_buffer, nb::arg("max_tokens").none(), nb::arg("hidden").none(),
           nb::arg("num_experts").none(),
           nb::sig("def clean_low_latency_buffer(self, max_tokens: int, hidden: int, num_experts: int) -> None"),

@@ -10,6 +10,7 @@
 #include <deep_moe/buffer.hpp>
 
 #include "interrupts.hpp"
+#include "streams.hpp"
 #include "tensors.hpp"
 
 namespace deep_moe::python {
@@ -21,6 +22,17 @@ class BufferObject {
   explicit BufferObject(std::unique_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {}
 
   const Buffer& buffer() const { return *buffer_; }
+  // Where tensors are: a CUDA ordinal or kCpuDevice.
+  int device() const { return buffer_->options().device; }
+
+  TensorView view(nanobind::handle tensor, const char* name) const { return view_of(tensor, name, device()); }
+  // The same, refusing None.
+  TensorView required(nanobind::handle tensor, const char* name) const;
+  // x as one tensor or as (data, scales).
+  Payload payload(nanobind::handle x) const;
+  // The items of a handle: any tuple or list of `count` tensors. Borrowed from `handle`. The last one, meta, is on the
+  // CPU in every handle.
+  void handle_items(nanobind::handle handle, const char* const* names, int count, TensorView* const* views) const;
 
   // The end may have to wait for a hook that runs on another thread and asks for the GIL.
   ~BufferObject() {
@@ -29,9 +41,10 @@ class BufferObject {
   BufferObject(const BufferObject&) = delete;
   BufferObject& operator=(const BufferObject&) = delete;
 
-  // Runs f(buffer) without the GIL.
+  // Runs f(buffer) without the GIL, behind torch's current stream.
   template <typename F>
   auto run(F&& f) {
+    const CallStream stream(device());
     return without_gil([&] { return std::forward<F>(f)(*buffer_); });
   }
 
@@ -51,13 +64,8 @@ class BufferObject {
   std::unique_ptr<Buffer> buffer_;
 };
 
-// x as one tensor or as (data, scales).
-Payload payload_of(nanobind::handle x);
 bool is_pair(nanobind::handle x);
-// The same form out.
+// As one tensor or as (data, scales).
 nanobind::object payload_to_torch(OwnedPayload payload, bool as_pair);
-
-// The items of a handle: any tuple or list of `count` tensors. Borrowed from `handle`.
-void handle_items(nanobind::handle handle, const char* const* names, int count, TensorView* const* views);
 
 }  // namespace deep_moe::python

@@ -52,6 +52,7 @@ nb::dict build_info() {
   info["variant"] = DEEP_MOE_CUDA_COMPILED ? "cu" + std::to_string(DEEP_MOE_CUDA_MAJOR) : std::string("cpu");
   info["cuda_compiled"] = static_cast<bool>(DEEP_MOE_CUDA_COMPILED);
   info["cuda_archs"] = architectures();
+  info["cuda_transport"] = cuda_transport_compiled();
   info["simd"] = simd_level();
   info["compiler"] = compiler();
 #if defined(Py_LIMITED_API)
@@ -67,7 +68,8 @@ nb::dict build_info() {
 void register_build_info(nb::module_& m) {
   m.def("build_info", build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
         "version: str; variant: \"cpu\", \"cu12\" or \"cu13\"; cuda_compiled: bool; cuda_archs: list[str], such as\n"
-        "\"90a\"; simd: str, chosen at run time; compiler: str; abi3: bool.");
+        "\"90a\"; cuda_transport: bool, whether rows can be moved between GPUs; simd: str, chosen at run time;\n"
+        "compiler: str; abi3: bool.");
 }
 
 }  // namespace deep_moe::python

@@ -10,7 +10,7 @@ namespace deep_moe::python::dlpack {
 
 inline constexpr const char* kCapsuleName = "dltensor";
 
-enum DeviceType : std::int32_t { kDeviceCpu = 1 };
+enum DeviceType : std::int32_t { kDeviceCpu = 1, kDeviceCuda = 2 };
 
 enum TypeCode : std::uint8_t {
   kCodeInt = 0,

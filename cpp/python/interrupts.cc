@@ -10,7 +10,6 @@ namespace nb = nanobind;
 namespace deep_moe::python {
 namespace {
 
-// Set when the interpreter begins to end: from then on no wait may enter Python.
 std::atomic<bool> exiting{false};
 
 }  // namespace
@@ -27,8 +26,10 @@ void Interrupted::raise_once() const {
   throw raised;
 }
 
+bool interpreter_is_ending() { return exiting.load(std::memory_order_relaxed); }
+
 void check_signals() {
-  if (exiting.load(std::memory_order_relaxed)) return;
+  if (interpreter_is_ending()) return;
   nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw Interrupted(nb::python_error());
 }

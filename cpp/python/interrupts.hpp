@@ -24,6 +24,9 @@ class Interrupted : public Error {
   std::shared_ptr<std::optional<nanobind::python_error>> raised_;
 };
 
+// Set as the interpreter begins to end: from then on nothing may enter Python from a wait or a deleter.
+bool interpreter_is_ending();
+
 // Runs pending signal handlers; throws Interrupted if one raised. May be called on any thread, without the GIL.
 void check_signals();
 

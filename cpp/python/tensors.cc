@@ -10,6 +10,7 @@
 
 #include "bindings.hpp"
 #include "dlpack.hpp"
+#include "streams.hpp"
 
 namespace nb = nanobind;
 
@@ -25,7 +26,9 @@ struct Torch {
   std::array<PyObject*, kNumDTypes> dtypes = {};  // null where this torch lacks the type
   PyObject* name_data_ptr = nullptr;
   PyObject* name_dtype = nullptr;
+  PyObject* name_get_device = nullptr;
   PyObject* name_is_cpu = nullptr;
+  PyObject* name_is_cuda = nullptr;
   PyObject* name_is_neg = nullptr;
   PyObject* name_shape = nullptr;
   PyObject* name_stride = nullptr;
@@ -56,6 +59,24 @@ void read_extents(const nb::object& tuple, std::int64_t* out, int num_dims, cons
     out[dim] = PyLong_AsLongLong(item);
     if (out[dim] == -1 && PyErr_Occurred() != nullptr) refuse_unreadable(name);
   }
+}
+
+bool is_on(PyObject* self, int device, const char* name) {
+  const auto kind = nb::steal(PyObject_GetAttr(self, device == kCpuDevice ? torch.name_is_cpu : torch.name_is_cuda));
+  if (!kind.is_valid()) refuse_unreadable(name);
+  if (kind.ptr() != Py_True) return false;
+  if (device == kCpuDevice) return true;
+  const auto ordinal = call_method(self, torch.name_get_device);
+  if (!ordinal.is_valid()) refuse_unreadable(name);
+  return PyLong_AsLong(ordinal.ptr()) == device;
+}
+
+[[noreturn]] void refuse_device(nb::handle tensor, const char* name, int device) {
+  const nb::object found = tensor.attr("device");
+  const std::string wanted = device == kCpuDevice ? "the CPU" : "cuda:" + std::to_string(device);
+  const std::string advice = device == kCpuDevice ? "pass a CPU tensor" : "pass a tensor on " + wanted;
+  throw ArgumentError(std::string(name) + " is on " + nb::str(found).c_str() + ", but must be on " + wanted + ": " +
+                      advice);
 }
 
 DType find_dtype(PyObject* dtype) {
@@ -116,20 +137,15 @@ std::string describe(nb::handle value) {
   return text;
 }
 
-TensorView view_of(nb::handle tensor, const char* name) {
+TensorView view_of(nb::handle tensor, const char* name, int device) {
   TensorView view;
   if (tensor.is_none()) return view;
   PyObject* self = tensor.ptr();
   if (Py_TYPE(self) != torch.tensor_type && PyType_IsSubtype(Py_TYPE(self), torch.tensor_type) == 0) {
     throw ArgumentTypeError(std::string(name) + " must be a torch.Tensor, got " + describe(tensor));
   }
-  const auto is_cpu = nb::steal(PyObject_GetAttr(self, torch.name_is_cpu));
-  if (!is_cpu.is_valid()) refuse_unreadable(name);
-  if (is_cpu.ptr() != Py_True) {
-    const nb::object device = tensor.attr("device");
-    throw ArgumentError(std::string(name) + " is on " + nb::str(device).c_str() +
-                        ", but this Buffer works on the CPU: pass a CPU tensor");
-  }
+  if (!is_on(self, device, name)) refuse_device(tensor, name, device);
+  view.device = device;
   const auto dtype = nb::steal(PyObject_GetAttr(self, torch.name_dtype));
   const auto shape = nb::steal(PyObject_GetAttr(self, torch.name_shape));
   const auto stride = call_method(self, torch.name_stride);
@@ -173,7 +189,8 @@ nb::object to_torch(Tensor tensor) {
   auto exported = std::make_unique<Exported>();
   dlpack::DLTensor& out = exported->managed.tensor;
   out.data = tensor.view.data;
-  out.device = {dlpack::kDeviceCpu, 0};
+  const bool on_cpu = tensor.view.device == kCpuDevice;
+  out.device = {on_cpu ? dlpack::kDeviceCpu : dlpack::kDeviceCuda, on_cpu ? 0 : tensor.view.device};
   out.ndim = tensor.view.num_dims;
   out.dtype = dlpack_type(tensor.view.dtype, &as_bytes);
   for (int dim = 0; dim < out.ndim; ++dim) {
@@ -236,6 +253,18 @@ std::int64_t to_int(nb::handle value, const char* name) {
   return number;
 }
 
+void* to_pointer(nb::handle value, const char* name) {
+  if (PyLong_Check(value.ptr()) == 0) {
+    throw ArgumentTypeError(std::string(name) + " must be an address as an int, got " + describe(value));
+  }
+  void* const address = PyLong_AsVoidPtr(value.ptr());
+  if (address == nullptr && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ArgumentError(std::string(name) + " is out of range: " + nb::repr(value).c_str());
+  }
+  return address;
+}
+
 bool to_bool(nb::handle value, const char* name) {
   const int truth = PyObject_IsTrue(value.ptr());
   if (truth < 0) {
@@ -253,7 +282,9 @@ void register_tensors(nb::module_& m) {
   };
   torch.name_data_ptr = intern("data_ptr");
   torch.name_dtype = intern("dtype");
+  torch.name_get_device = intern("get_device");
   torch.name_is_cpu = intern("is_cpu");
+  torch.name_is_cuda = intern("is_cuda");
   torch.name_is_neg = intern("is_neg");
   torch.name_shape = intern("shape");
   torch.name_stride = intern("stride");
@@ -261,21 +292,25 @@ void register_tensors(nb::module_& m) {
   torch.tensor_type = Py_TYPE(Py_None);  // nothing is a tensor until torch is registered
   m.def(
       "register_torch",
-      [](nb::handle tensor_type, nb::handle from_dlpack, const nb::dict& dtypes) {
+      [](nb::handle tensor_type, nb::handle from_dlpack, nb::handle current_stream, const nb::dict& dtypes) {
         if (PyType_Check(tensor_type.ptr()) == 0 || PyCallable_Check(from_dlpack.ptr()) == 0) {
           throw nb::type_error("register_torch: a class, a function and a dict of dtypes");
         }
         torch.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type.inc_ref().ptr());
         torch.from_dlpack = from_dlpack.inc_ref().ptr();
+        set_stream_query(current_stream);
         for (int index = 1; index < kNumDTypes; ++index) {
           const char* name = dtype_name(static_cast<DType>(index));
           if (!dtypes.contains(name)) continue;
           torch.dtypes[static_cast<std::size_t>(index)] = nb::object(dtypes[name]).release().ptr();
         }
       },
+      nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
       nb::sig("def register_torch(tensor_type: type[torch.Tensor], from_dlpack: object, "
-              "dtypes: dict[str, torch.dtype], /) -> None"),
-      "Hands over torch's objects: the tensor class, what turns a DLPack capsule into a tensor, and dtypes by name.");
+              "current_stream: collections.abc.Callable[[int], int] | None, dtypes: dict[str, torch.dtype], /) "
+              "-> None"),
+      "Hands over torch's objects: the tensor class, what turns a DLPack capsule into a tensor, what tells a CUDA\n"
+      "device's current stream, and dtypes by name.");
   m.def(
       "dtype_names",
       [] {

@@ -11,10 +11,12 @@
 
 namespace deep_moe::python {
 
-// A view of a CPU tensor; undefined for None. Throws ArgumentTypeError or ArgumentError that name the argument.
-TensorView view_of(nanobind::handle tensor, const char* name);
+// A view of a tensor on `device` (a CUDA ordinal or kCpuDevice); undefined for None. Throws ArgumentTypeError or
+// ArgumentError that name the argument.
+TensorView view_of(nanobind::handle tensor, const char* name, int device);
 
-// A torch tensor that shares and keeps alive the memory; None for an undefined one. Costs about 1 us.
+// A torch tensor that shares and keeps alive the memory; None for an undefined one. Costs about 1 us and orders no
+// streams: a bare capsule says nothing of them.
 nanobind::object to_torch(Tensor tensor);
 
 // What a torch.dtype is here. Throws ArgumentTypeError.
@@ -23,6 +25,8 @@ DType dtype_of(nanobind::handle dtype, const char* name);
 // Whole numbers: ints, anything with __index__, and floats without a fraction.
 std::int64_t to_int(nanobind::handle value, const char* name);
 bool to_bool(nanobind::handle value, const char* name);
+// An address as an int: a stream or an event; 0 is null.
+void* to_pointer(nanobind::handle value, const char* name);
 
 // "float", "None", "list of 3": what came, for messages.
 std::string describe(nanobind::handle value);

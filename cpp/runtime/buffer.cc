@@ -1,5 +1,7 @@
 #include <deep_moe/buffer.hpp>
 
+#include <algorithm>
+
 #include "cpu/cpu_buffer.hpp"
 #include "runtime/buffer_impl.hpp"
 #include "runtime/text.hpp"
@@ -15,6 +17,10 @@ Buffer::Impl::Impl(const Bootstrap& bootstrap, const BufferOptions& options_)
 }
 
 Buffer::Buffer(const Bootstrap& bootstrap, const BufferOptions& options) {
+  if (options.device != kCpuDevice) {
+    impl_ = cuda::make_buffer(bootstrap, options);
+    return;
+  }
   const auto buffer = std::make_shared<cpu::CpuBuffer>(bootstrap, options);
   buffer->start();
   impl_ = buffer;
@@ -26,8 +32,9 @@ int Buffer::rank() const { return impl_->rank; }
 int Buffer::num_ranks() const { return impl_->num_ranks; }
 const BufferOptions& Buffer::options() const { return impl_->options; }
 
-LayoutResult Buffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) {
-  return impl_->get_dispatch_layout(topk_idx, num_experts);
+LayoutResult Buffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
+                                         const StreamOptions& streams) {
+  return impl_->get_dispatch_layout(topk_idx, num_experts, streams);
 }
 DispatchResult Buffer::dispatch(const DispatchArgs& args) { return impl_->dispatch(args); }
 CombineResult Buffer::combine(const CombineArgs& args) { return impl_->combine(args); }
@@ -50,9 +57,21 @@ Tensor Buffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool us
 }
 MemoryStats Buffer::memory_stats() const { return impl_->memory_stats(); }
 void Buffer::refuse(const std::string& call, const std::string& reason) { impl_->refuse(call, reason); }
+void* Buffer::comm_stream() const { return impl_->comm_stream(); }
+void Buffer::record_stream(const TensorView& tensor, void* stream) { impl_->record_stream(tensor, stream); }
 void Buffer::check() { impl_->check(); }
 void Buffer::reset() { impl_->reset(); }
 void Buffer::destroy() { impl_->destroy(); }
+
+void check_device(const char* name, const TensorView& view, int device) {
+  if (!view.defined() || view.device == device) return;
+  const auto text = [](int which) {
+    return which == kCpuDevice ? std::string("the CPU") : "CUDA device " + std::to_string(which);
+  };
+  throw_value(name, "a tensor on " + text(view.device), "one on this Buffer's device, " + text(device));
+}
+
+constexpr std::int64_t kMaxElements = std::int64_t{1} << 48;
 
 TensorView checked_shape(DType dtype, const std::vector<std::int64_t>& shape) {
   if (shape.empty() || shape.size() > kMaxTensorDims)
@@ -67,7 +86,8 @@ TensorView checked_shape(DType dtype, const std::vector<std::int64_t>& shape) {
     if (size < 0) throw_value("shape", "a dimension of " + std::to_string(size), ">= 0");
     view.shape[i] = size;
     view.stride[i] = stride;
-    stride *= size;
+    if (__builtin_mul_overflow(stride, std::max<std::int64_t>(size, 1), &stride) || stride > kMaxElements)
+      throw_value("shape", "more elements than " + std::to_string(kMaxElements), "at most that many");
   }
   return view;
 }

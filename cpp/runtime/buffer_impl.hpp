@@ -17,7 +17,8 @@ struct Buffer::Impl {
   const int rank, num_ranks;
   const BufferOptions options;
 
-  virtual LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts) = 0;
+  virtual LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
+                                           const StreamOptions& streams) = 0;
   virtual DispatchResult dispatch(const DispatchArgs& args) = 0;
   virtual CombineResult combine(const CombineArgs& args) = 0;
   virtual LowLatencyDispatchResult low_latency_dispatch(const LowLatencyDispatchArgs& args) = 0;
@@ -30,11 +31,20 @@ struct Buffer::Impl {
   virtual Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) = 0;
   virtual MemoryStats memory_stats() = 0;
   virtual void refuse(const std::string& call, const std::string& reason) = 0;
+  virtual void* comm_stream() const { return nullptr; }
+  virtual void record_stream(const TensorView&, void*) {}
   virtual void check() = 0;
   virtual void reset() = 0;
   virtual void destroy() = 0;
 };
 
+namespace cuda {
+// On options.device; throws UnavailableError in builds without CUDA.
+std::shared_ptr<Buffer::Impl> make_buffer(const Bootstrap& bootstrap, const BufferOptions& options);
+}  // namespace cuda
+
+// Throws ArgumentError unless `view` is undefined or on `device`.
+void check_device(const char* name, const TensorView& view, int device);
 // Row-major view of a shape that a user gave; throws ArgumentError or ArgumentTypeError.
 TensorView checked_shape(DType dtype, const std::vector<std::int64_t>& shape);
 // The call that `name` means, for the announcement of a refusal.

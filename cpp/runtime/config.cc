@@ -103,10 +103,17 @@ std::size_t low_latency_size_hint(std::int64_t num_max_dispatch_tokens_per_rank,
   const auto check_positive = [](const char* name, std::int64_t value) {
     if (value < 1) throw ArgumentError(std::string(name) + ": got " + std::to_string(value) + ", expected >= 1");
   };
-  check_positive("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank);
-  check_positive("hidden", hidden);
-  check_positive("num_ranks", num_ranks);
-  check_positive("num_experts", num_experts);
+  constexpr std::int64_t kMax = std::int64_t{1} << 24;  // of each, so that no product overflows
+  const auto check_size = [&](const char* name, std::int64_t value) {
+    check_positive(name, value);
+    if (value > kMax)
+      throw ArgumentError(std::string(name) + ": got " + std::to_string(value) + ", expected at most " +
+                          std::to_string(kMax));
+  };
+  check_size("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank);
+  check_size("hidden", hidden);
+  check_size("num_ranks", num_ranks);
+  check_size("num_experts", num_experts);
   const std::int64_t topk = std::min(kHintLowLatencyTopk, num_experts);
   const layout::LowLatencySlot slot(num_ranks, num_max_dispatch_tokens_per_rank, topk, 2 * hidden, 0, 2 * hidden);
   return layout::kLowLatencySlots * slot.total;

@@ -62,6 +62,7 @@ class Sleeper {
 std::uint32_t kind_of(const std::exception& error) {
   if (dynamic_cast<const TimeoutError*>(&error) != nullptr) return kTimeoutKind;
   if (dynamic_cast<const PeerLostError*>(&error) != nullptr) return kPeerLostKind;
+  if (dynamic_cast<const DestroyedError*>(&error) != nullptr) return kPeerLostKind;
   return kOtherKind;
 }
 
@@ -211,6 +212,10 @@ void Domain::gather_announcements(const char* phase, std::uint64_t epoch) {
       });
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (masked_[peer]) continue;
+    const std::uint64_t newest = load_acquire(mine().announce(epoch, peer).epoch);
+    if (newest != epoch)
+      throw CallMismatchError("rank " + std::to_string(peer) + " is at call " + std::to_string(newest) +
+                              " already and has skipped call " + std::to_string(epoch));
     last_seen_[peer] = std::max(last_seen_[peer], epoch);
     check_announcement(peer, epoch);
   }
@@ -313,8 +318,11 @@ void Domain::wait_or_mask(const char* phase, std::uint64_t epoch, const std::fun
 }
 
 void Domain::fail(std::exception_ptr error) noexcept {
-  if (failure_) return;
-  failure_ = error;
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (failure_) return;
+    failure_ = error;
+  }
   std::string text = "an unknown error";
   std::uint32_t kind = kOtherKind;
   try {
@@ -336,47 +344,73 @@ void Domain::fail(std::exception_ptr error) noexcept {
 }
 
 void Domain::check_failed() const {
-  if (failure_) std::rethrow_exception(failure_);
+  std::exception_ptr failure;
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    failure = failure_;
+  }
+  if (failure) std::rethrow_exception(failure);
 }
 
+bool Domain::failed() const {
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  return failure_ != nullptr;
+}
+
+bool Domain::any_masked() const { return std::find(masked_.begin(), masked_.end(), true) != masked_.end(); }
+
+// Every rank proposes the generation and the epoch that it would go to, takes the largest of all proposals, and leaves
+// once all ranks say that they take the same. One that gives up withdraws its words, so that no later reset meets them.
 void Domain::reset(bool unmask) {
-  const std::uint64_t next = generation_ + 1;
   const auto takes_part = [&](int peer) { return peer == rank_ || unmask || !masked_[peer]; };
   const auto post = [&](Region region, std::uint64_t value) {
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (takes_part(peer)) store_release(workspaces_[peer].word(region, rank_), value);
+      if (!takes_part(peer)) continue;
+      store_release(workspaces_[peer].word(region, rank_), value);
+      ring(peer);
     }
   };
-  const auto join = [&](Region region, const char* phase) {
-    for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (takes_part(peer)) ring(peer);
-    }
+  const auto seen = [&](Region region, int peer) { return load_acquire(mine().word(region, peer)); };
+  std::uint64_t agreed = layout::pack_reset(generation_ + 1, epoch_);
+  try {
+    post(Region::kResetProposal, agreed);
     wait_impl(
-        phase, epoch_,
+        "reset", epoch_,
         [&] {
           for (int peer = 0; peer < num_ranks_; ++peer)
-            if (takes_part(peer) && load_acquire(mine().word(region, peer)) < next) return peer;
+            if (takes_part(peer) && seen(Region::kResetProposal, peer) == 0) return peer;
           return -1;
         },
-        [&](int peer) {
-          return "expected generation " + std::to_string(next) + ", saw " +
-                 std::to_string(load_acquire(mine().word(region, peer)));
+        [](int) { return std::string("it has not called reset()"); }, false);
+    post(Region::kResetAgreed, agreed);
+    wait_impl(
+        "reset", epoch_,
+        [&] {
+          std::uint64_t largest = agreed;
+          for (int peer = 0; peer < num_ranks_; ++peer) {
+            if (takes_part(peer))
+              largest = std::max({largest, seen(Region::kResetProposal, peer), seen(Region::kResetAgreed, peer)});
+          }
+          if (largest != agreed) post(Region::kResetAgreed, agreed = largest);
+          for (int peer = 0; peer < num_ranks_; ++peer)
+            if (takes_part(peer) && seen(Region::kResetAgreed, peer) != agreed) return peer;
+          return -1;
         },
+        [&](int) { return "it has not agreed to generation " + std::to_string(layout::reset_generation(agreed)); },
         false);
-  };
-  post(Region::kResumeEpoch, epoch_);
-  post(Region::kGeneration, next);
-  join(Region::kGeneration, "reset");
-  std::uint64_t newest = 0;
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (takes_part(peer)) newest = std::max(newest, load_acquire(mine().word(Region::kResumeEpoch, peer)));
+  } catch (...) {
+    post(Region::kResetProposal, 0);
+    post(Region::kResetAgreed, 0);
+    throw;
   }
-  post(Region::kResumeDone, next);
-  join(Region::kResumeDone, "reset");
+  post(Region::kResetProposal, 0);  // all have seen it: they have agreed
   // Past every ring slot that the old generation may have left half used.
-  epoch_ = newest + 2 * layout::kAnnounceDepth;
-  generation_ = next;
-  failure_ = nullptr;
+  epoch_ = layout::reset_epoch(agreed) + 2 * layout::kAnnounceDepth;
+  generation_ = layout::reset_generation(agreed);
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    failure_ = nullptr;
+  }
   for (int peer = 0; peer < num_ranks_; ++peer) {
     last_seen_[peer] = epoch_;
     if (unmask) masked_[peer] = false;

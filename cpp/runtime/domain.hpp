@@ -76,7 +76,8 @@ class Domain {
   // Marks this rank failed with the error in flight, tells the peers, and remembers it for check().
   void fail(std::exception_ptr error) noexcept;
   void check_failed() const;  // throws what failed it
-  bool failed() const { return failure_ != nullptr; }
+  bool failed() const;
+  bool any_masked() const;
   // Collective: a new generation of all unmasked ranks; frees what is quarantined. Also how ranks are unmasked.
   void reset(bool unmask);
   // One line on stderr, the first time in this Buffer's life.
@@ -113,6 +114,7 @@ class Domain {
   std::vector<std::uint64_t> last_seen_;  // newest epoch announced by each peer
   std::uint64_t epoch_ = 0;
   std::uint64_t generation_ = 1;
+  mutable std::mutex failure_mutex_;
   std::exception_ptr failure_;
   int spin_rounds_ = 0;
   bool own_verdict_ = false;  // the last wait's error is this rank's finding, not a peer's report

@@ -38,7 +38,15 @@ std::size_t max_heap_bytes() {
   const double value = std::strtod(text, &end);
   if (*end != '\0' || !(value >= 0))
     throw ArgumentError(std::string("DEEP_MOE_MAX_HEAP_BYTES: got '") + text + "', expected a number of bytes");
-  return static_cast<std::size_t>(value);
+  constexpr double kUnlimited = 9e18;
+  return value >= kUnlimited ? std::numeric_limits<std::size_t>::max() : static_cast<std::size_t>(value);
+}
+
+// Clocks count nanoseconds in 64 bits: what is meant as "for ever" has to stay below that.
+BufferOptions with_bounded_timeout(BufferOptions options) {
+  constexpr double kForever = 1e9;  // seconds
+  options.timeout_seconds = std::min(options.timeout_seconds, kForever);
+  return options;
 }
 
 void check_options(const BufferOptions& options) {
@@ -63,7 +71,7 @@ void set_reason(const std::exception& error, std::uint32_t* failed, char* reason
 Domain::Domain(const Bootstrap& bootstrap, const BufferOptions& options)
     : rank_(bootstrap.rank),
       num_ranks_(bootstrap.size),
-      options_(options),
+      options_(with_bounded_timeout(options)),
       uid_(random_uid()),
       peers_(static_cast<std::size_t>(bootstrap.size)),
       masked_(static_cast<std::size_t>(bootstrap.size), false),

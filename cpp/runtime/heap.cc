@@ -32,8 +32,8 @@ bool Heap::grow(std::size_t bytes, std::string* reason, int* new_id) {
   }
   // Half as much again as there is, so that the number of segments stays logarithmic.
   std::size_t wanted = std::max({bytes, kMinSegmentBytes, layout::align_up(have / 2, layout::kAlign)});
-  wanted = std::min(wanted, max_bytes_ - have);
-  wanted = std::max(layout::align_up(wanted, 4096), bytes);
+  wanted =
+      std::max(std::min(layout::align_up(wanted, 4096), (max_bytes_ - have) / layout::kAlign * layout::kAlign), bytes);
   std::shared_ptr<Segment> segment;
   try {
     segment = make_segment_(wanted);

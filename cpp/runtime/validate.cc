@@ -17,10 +17,14 @@ void check_matrix(const char* name, const TensorView& view, DType dtype, std::in
     throw_value(name, view.describe(), allowed);
 }
 
+bool readable_meta(const TensorView& meta) {
+  return meta.dtype == DType::kInt64 && meta.num_dims == 1 && meta.shape[0] == layout::kDispatchMetaSize &&
+         meta.stride[0] == 1;
+}
+
 void check_handle(const DispatchHandle& handle, int num_ranks) {
   const std::string allowed = "the handle that dispatch returned, unchanged";
-  if (handle.meta.dtype != DType::kInt64 || handle.meta.numel() != layout::kDispatchMetaSize)
-    throw_value("handle", "meta " + handle.meta.describe(), allowed);
+  if (!readable_meta(handle.meta)) throw_value("handle", "meta " + handle.meta.describe(), allowed);
   const std::int64_t* meta = handle.meta.as<std::int64_t>();
   if (meta[layout::kMetaNumRanks] != num_ranks)
     throw_value("handle", "a handle of " + num(meta[layout::kMetaNumRanks]) + " ranks",
@@ -52,6 +56,28 @@ void throw_value(const std::string& argument, const std::string& came, const std
 }
 void throw_type(const std::string& argument, const std::string& came, const std::string& allowed) {
   throw ArgumentTypeError(argument + ": got " + came + ", expected " + allowed);
+}
+
+void check_output(const TensorView& out) {
+  if (!out.defined() || out.shape[0] < 2 || out.stride[0] >= out.shape[1]) return;
+  throw_value("out", "rows " + num(out.stride[0]) + " elements apart that overlap", "rows that do not share memory");
+}
+
+void check_no_overlap(const char* name, const TensorView& view, const TensorView& out, bool same_allowed) {
+  if (!view.defined() || !out.defined() || view.numel() == 0 || out.numel() == 0) return;
+  if (same_allowed && view.data == out.data && view.stride[0] == out.stride[0]) return;
+  const auto item = static_cast<std::int64_t>(dtype_bytes(out.dtype));
+  const auto begin = [](const TensorView& of) { return reinterpret_cast<std::intptr_t>(of.data); };
+  const auto end = [&](const TensorView& of) {
+    return begin(of) + ((of.shape[0] - 1) * of.stride[0] + of.shape[1]) * item;
+  };
+  if (end(view) <= begin(out) || end(out) <= begin(view)) return;
+  if (view.stride[0] == out.stride[0] && view.stride[0] > 0) {  // two column ranges of one matrix may be disjoint
+    const std::int64_t step = view.stride[0] * item;
+    const std::int64_t shift = ((begin(out) - begin(view)) % step + step) % step;
+    if (shift >= view.shape[1] * item && shift + out.shape[1] * item <= step) return;
+  }
+  throw_value("out", std::string("a tensor that overlaps ") + name, "memory of its own");
 }
 
 bool is_sum_dtype(DType dtype) {
@@ -125,10 +151,12 @@ void check_payload(const Payload& x, std::int64_t num_tokens) {
                 "int32 [" + num(num_tokens) + ", " + num((blocks + 3) / 4) + "], four packed scales each");
 }
 
-void validate(const DispatchArgs& args, int num_ranks) {
+void validate(const DispatchArgs& args, int num_ranks, bool read_ids) {
   std::int64_t num_tokens = 0;
-  if (args.expert_alignment < 1) throw_value("expert_alignment", num(args.expert_alignment), ">= 1");
-  if (args.num_worst_tokens < 0) throw_value("num_worst_tokens", num(args.num_worst_tokens), ">= 0");
+  if (args.expert_alignment < 1 || args.expert_alignment > kMaxRows)
+    throw_value("expert_alignment", num(args.expert_alignment), "1 to " + num(kMaxRows));
+  if (args.num_worst_tokens < 0 || args.num_worst_tokens > kMaxRows)
+    throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 to " + num(kMaxRows));
   if (args.handle != nullptr) {
     if (args.topk_idx.defined() || args.topk_weights.defined())
       throw_value("topk_idx", "top-k tensors together with a handle", "none of them in cached mode");
@@ -155,11 +183,16 @@ void validate(const DispatchArgs& args, int num_ranks) {
     if (counts.num_dims != 1 || !counts.is_contiguous())
       throw_value("num_tokens_per_expert", counts.describe(), "int32 [num_experts], contiguous");
     check_num_experts(counts.shape[0]);
+    for (std::int64_t expert = 0; read_ids && expert < counts.shape[0]; ++expert) {
+      if (counts.as<std::int32_t>()[expert] < 0)
+        throw_value("num_tokens_per_expert", num(counts.as<std::int32_t>()[expert]) + " for expert " + num(expert),
+                    ">= 0");
+    }
     num_tokens = matrix.shape[0];
   }
   check_payload(args.x, num_tokens);
   // Last, for it reads every id.
-  if (args.topk_idx.defined()) check_topk_ids(args.topk_idx, args.num_experts);
+  if (read_ids && args.topk_idx.defined()) check_topk_ids(args.topk_idx, args.num_experts);
 }
 
 void validate(const CombineArgs& args, int num_ranks) {
@@ -184,6 +217,10 @@ void validate(const CombineArgs& args, int num_ranks) {
   check_token_rows("bias", args.bias0, args.x.dtype, num_tokens, hidden);
   check_token_rows("bias", args.bias1, args.x.dtype, num_tokens, hidden);
   check_token_rows("out", args.out, args.x.dtype, num_tokens, hidden);
+  check_output(args.out);
+  check_no_overlap("x", args.x, args.out, false);
+  check_no_overlap("bias", args.bias0, args.out, true);
+  check_no_overlap("bias", args.bias1, args.out, true);
 }
 
 layout::CallSignature signature(const DispatchArgs& args) {
@@ -198,7 +235,7 @@ layout::CallSignature signature(const DispatchArgs& args) {
     signature.scale_bytes = per_row * static_cast<std::int64_t>(dtype_bytes(scales.dtype));
   }
   if (cached) {
-    if (args.handle->meta.numel() == layout::kDispatchMetaSize && args.handle->meta.dtype == DType::kInt64)
+    if (readable_meta(args.handle->meta))
       signature.handle_hash = static_cast<std::uint64_t>(args.handle->meta.as<std::int64_t>()[layout::kMetaHash]);
     return signature;
   }
@@ -216,7 +253,7 @@ layout::CallSignature signature(const CombineArgs& args) {
   signature.row_bytes = args.x.shape[1] * static_cast<std::int64_t>(dtype_bytes(args.x.dtype));
   signature.topk = args.topk_weights.defined() ? args.topk_weights.shape[1] : 0;
   signature.flags = args.topk_weights.defined() ? kHasWeights : 0;
-  if (args.handle.meta.numel() == layout::kDispatchMetaSize && args.handle.meta.dtype == DType::kInt64)
+  if (readable_meta(args.handle.meta))
     signature.handle_hash = static_cast<std::uint64_t>(args.handle.meta.as<std::int64_t>()[layout::kMetaHash]);
   return signature;
 }

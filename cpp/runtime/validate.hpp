@@ -12,6 +12,8 @@
 namespace deep_moe {
 
 inline constexpr std::int64_t kRowAlignment = 16;  // bytes
+inline constexpr std::int64_t kMaxRowBytes = std::int64_t{1} << 28;
+inline constexpr std::int64_t kMaxRows = (std::int64_t{1} << 31) - 1;  // their indices are 32-bit
 
 [[noreturn]] void throw_value(const std::string& argument, const std::string& came, const std::string& allowed);
 [[noreturn]] void throw_type(const std::string& argument, const std::string& came, const std::string& allowed);
@@ -25,9 +27,13 @@ void check_num_experts(std::int64_t num_experts);
 void check_topk_weights(const TensorView& topk_weights, const TensorView& topk_idx);
 // [T, H], rows of a multiple of 16 bytes, contiguous inside a row; scales [T] or [T, S].
 void check_payload(const Payload& x, std::int64_t num_tokens);
+// out [T, H]: its rows must not share memory with each other, nor with other rows but those of the very same tensor.
+void check_output(const TensorView& out);
+void check_no_overlap(const char* name, const TensorView& view, const TensorView& out, bool same_allowed);
 bool is_sum_dtype(DType dtype);  // bf16, fp16, fp32
 
-void validate(const DispatchArgs& args, int num_ranks);
+// `read_ids`: also check every id, which reads topk_idx on the host.
+void validate(const DispatchArgs& args, int num_ranks, bool read_ids = true);
 void validate(const CombineArgs& args, int num_ranks);
 layout::CallSignature signature(const DispatchArgs& args);
 layout::CallSignature signature(const CombineArgs& args);

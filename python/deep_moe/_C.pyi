@@ -11,9 +11,10 @@ import torch
 def register_errors(classes: dict[str, type[Exception]], /) -> None:
     """Hands over the exception classes, by name."""
 
-def register_torch(tensor_type: type[torch.Tensor], from_dlpack: object, dtypes: dict[str, torch.dtype], /) -> None:
+def register_torch(tensor_type: type[torch.Tensor], from_dlpack: object, current_stream: Callable[[int], int] | None, dtypes: dict[str, torch.dtype], /) -> None:
     """
-    Hands over torch's objects: the tensor class, what turns a DLPack capsule into a tensor, and dtypes by name.
+    Hands over torch's objects: the tensor class, what turns a DLPack capsule into a tensor, what tells a CUDA
+    device's current stream, and dtypes by name.
     """
 
 def dtype_names() -> list[str]:
@@ -74,20 +75,32 @@ def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, nu
 def build_info() -> dict[str, Any]:
     """
     version: str; variant: "cpu", "cu12" or "cu13"; cuda_compiled: bool; cuda_archs: list[str], such as
-    "90a"; simd: str, chosen at run time; compiler: str; abi3: bool.
+    "90a"; cuda_transport: bool, whether rows can be moved between GPUs; simd: str, chosen at run time;
+    compiler: str; abi3: bool.
     """
 
 class Buffer:
     """One rank's end of the exchange; deep_moe.Buffer wraps it."""
 
-    def __init__(self, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]], num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float) -> None:
-        """Collective. all_gather is called a few times and only in here."""
+    def __init__(self, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]], num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float, device: int) -> None:
+        """
+        Collective. all_gather is called a few times and only in here. device: a CUDA ordinal, or -1 for the CPU.
+        """
 
     @property
     def rank(self) -> int: ...
 
     @property
     def num_ranks(self) -> int: ...
+
+    @property
+    def comm_stream(self) -> int:
+        """The cudaStream_t of the Buffer's calls; 0 on the CPU."""
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """
+        The memory of the tensor is reused only behind the work of this cudaStream_t too.
+        """
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the heap."""
@@ -110,16 +123,18 @@ class Buffer:
     def destroy(self) -> None:
         """Local and idempotent."""
 
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local."""
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local. previous_event: a cudaEvent_t, or 0.
+        """
 
-    def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, num_worst_tokens: int, num_experts: int | None) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]:
         """
         (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all
         but recv_x are None.
         """
 
-    def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], topk_weights: torch.Tensor | None, bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], topk_weights: torch.Tensor | None, bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, out: torch.Tensor | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(combined_x, combined_topk_weights)"""
 
     def low_latency_dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], topk_idx: torch.Tensor, max_tokens: int, num_experts: int, recv_stats: torch.Tensor | None, wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, return_recv_hook: bool, topk_weights: torch.Tensor | None) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Hook | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,7 @@ from . import _C
 from .comm import Comm, comm_of
 from .config import device_of, seconds, whole_number
 from .errors import PeerRefusedError, UnavailableError
-from .events import CommStream, EventHandle, EventOverlap
+from .events import CommStream, EventHandle, EventOverlap, cuda
 
 __all__ = ["BufferBase", "Payload", "Refusals"]
 
@@ -40,6 +41,15 @@ class Refusals:
     ) -> None:
         if isinstance(value, (TypeError, ValueError)):
             self._runtime.refuse(self._call, str(value))
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, also those in tuples and lists."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from tensors_in(argument)
 
 
 class BufferBase:
@@ -70,7 +80,7 @@ class BufferBase:
         enable_shrink: bool = False,
         comm: Comm | None = None,
         *,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         timeout: float = 100.0,
     ) -> None:
         """Collective over the group. See :class:`deep_moe.Buffer`."""
@@ -88,12 +98,18 @@ class BufferBase:
         except (TypeError, ValueError, UnavailableError) as error:
             problem = error
         # Every rank learns whether all agree to go on, so that none waits for one that has raised.
-        reports = ranks.allgather(None if problem is None else str(problem))
+        reports = ranks.allgather((str(problem), None) if problem is not None else (None, self.device.type))
         if problem is not None:
             raise problem
-        for peer, reason in enumerate(reports):
+        for peer, (reason, _) in enumerate(reports):
             if reason is not None:
                 raise PeerRefusedError(f"Buffer: rank {peer} refused its arguments: {reason}")
+        kinds = [kind for _, kind in reports]
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                f"device: the ranks of a Buffer are all on the CPU or all on CUDA devices, got {kinds} by "
+                "rank; pass the same kind of device= on every rank"
+            )
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
@@ -106,16 +122,33 @@ class BufferBase:
             self.low_latency_mode,
             self.enable_shrink,
             deadline,
+            self.device.index if self.device.type == "cuda" else -1,
         )
+        self._comm_stream: torch.cuda.ExternalStream | None = None
+        if self.device.type == "cuda":
+            self._comm_stream = cuda.ExternalStream(self.runtime.comm_stream, self.device)
         self._dispatch_checks = Refusals(self.runtime, "dispatch")
         self._combine_checks = Refusals(self.runtime, "combine")
         self._low_latency_dispatch_checks = Refusals(self.runtime, "low_latency_dispatch")
         self._low_latency_combine_checks = Refusals(self.runtime, "low_latency_combine")
 
-    @staticmethod
-    def _event(async_finish: bool) -> EventOverlap:
-        """Calls are complete when they return: the event is over, and a synchronous call has none."""
-        return EventOverlap(EventHandle() if async_finish else None)
+    def _event(self, async_finish: bool, *arguments: Any) -> EventOverlap:
+        """The event of a call that has been made with these arguments; a synchronous call has none.
+
+        Until it is over, the memory of torch's tensors among them is not given to others.
+        """
+        if not async_finish:
+            return EventOverlap()
+        stream = self._comm_stream
+        event = EventHandle.on(stream)
+        if stream is None:  # calls on the CPU are complete when they return
+            return EventOverlap(event)
+        inputs = tuple(tensor for tensor in tensors_in(arguments) if tensor.is_cuda)
+        for tensor in inputs:
+            # Memory that is not torch's (the heap's looks after itself) is passed over, or refused.
+            with contextlib.suppress(RuntimeError):
+                tensor.record_stream(stream)
+        return EventOverlap(event, inputs)
 
     # ---- memory ----
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -185,23 +218,34 @@ class BufferBase:
         return self.runtime.memory_stats()
 
     # ---- streams ----
-    def get_comm_stream(self) -> CommStream:
-        """The stream of this Buffer's calls.
+    def get_comm_stream(self) -> CommStream | torch.cuda.ExternalStream:
+        """The stream of this Buffer's calls, of high priority and its own.
 
         On the CPU an object with a stream's methods that orders nothing.
         """
-        return CommStream()
+        return CommStream() if self._comm_stream is None else self._comm_stream
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """Says that ``stream`` uses a received tensor, so that its memory is reused only behind that use.
 
-        On the CPU memory is free once its last tensor has died, and this only checks its argument.
+        The stream that the tensor was received on, the stream of the Buffer's calls and the one that is
+        current where the tensor dies need no such call. On the CPU memory is free once its last tensor has
+        died, and this only checks its argument.
+
+        Args:
+            tensor: received from a call, or of :meth:`empty`.
+            stream: a torch.cuda.Stream of the Buffer's device.
 
         Raises:
-            TypeError: ``tensor`` is none.
+            TypeError: ``tensor`` is none, or ``stream`` is none (on a GPU).
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+        if self._comm_stream is None:
+            return
+        if not isinstance(stream, torch.cuda.Stream):
+            raise TypeError(f"stream must be a torch.cuda.Stream, got {type(stream).__name__}")
+        self.runtime.record_stream(tensor, stream.cuda_stream)
 
     # ---- failures and the end ----
     def check(self) -> None:

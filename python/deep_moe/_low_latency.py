@@ -90,7 +90,8 @@ class LowLatencyCalls(BufferBase):
             return_recv_hook,
             topk_weights,
         )
-        return recv_x, recv_count, LowLatencyHandle._make(handle), self._event(async_finish), hook
+        made = LowLatencyHandle._make(handle)
+        return recv_x, recv_count, made, self._event(async_finish, x, topk_idx, topk_weights), hook
 
     def low_latency_combine(
         self,
@@ -137,7 +138,7 @@ class LowLatencyCalls(BufferBase):
         combined_x, hook = self.runtime.low_latency_combine(
             x, topk_idx, topk_weights, handle, use_logfmt, return_recv_hook, out, combine_wait_recv_cost_stats
         )
-        return combined_x, self._event(async_finish), hook
+        return combined_x, self._event(async_finish, x, topk_idx, topk_weights, handle), hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """A tensor for the experts' outputs, to be passed to :meth:`low_latency_combine` with

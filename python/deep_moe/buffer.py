@@ -39,6 +39,12 @@ class Buffer(LowLatencyCalls):
     A Buffer may be used from several threads; calls are serialised. Two Buffers are independent. In a process
     forked after it was made, a Buffer raises ForkedProcessError.
 
+    On a GPU, calls run on a stream of the Buffer's own (:meth:`get_comm_stream`): behind the work that the
+    current stream has at the time of the call, or behind ``previous_event``; and the current stream waits for
+    them, unless ``async_finish`` leaves that to the returned event. Ranks that are threads of one process
+    therefore need a current stream each (``with torch.cuda.stream(torch.cuda.Stream()):``): on one that they
+    share, each would wait for the other's call.
+
     Args:
         group: a torch ProcessGroup of any backend, used in the constructor alone; or None with ``comm``.
         num_nvl_bytes: bytes that the heap has at the start; it grows to what calls need. Whole-valued floats
@@ -50,7 +56,9 @@ class Buffer(LowLatencyCalls):
         explicitly_destroy: kept for compatibility; :meth:`destroy` may always be called and never must.
         enable_shrink: low-latency calls mask a rank that does not answer in time, instead of failing.
         comm: an mpi4py communicator, or one of :func:`deep_moe.thread_comms`.
-        device: where tensors are: None or "cpu"; "cuda" raises UnavailableError in a build without CUDA.
+        device: where tensors are: "cpu", or a CUDA device by name or index, without an index the current one.
+            None takes the current CUDA device where there is one and this build serves it, else the CPU. All
+            ranks are on CUDA devices or none.
         timeout: seconds after which a wait for a peer raises DeepMoeTimeoutError.
 
     Attributes:
@@ -81,7 +89,7 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event of the current stream at this moment, for ``previous_event``."""
+        """An event of the current stream of the current device at this moment, for ``previous_event``."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -130,9 +138,11 @@ class Buffer(LowLatencyCalls):
         Raises:
             ValueError: an id outside [-1, E), or a wrong shape. TypeError: a wrong dtype.
         """
-        check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        per_rank, per_expert, in_rank = self.runtime.get_dispatch_layout(topk_idx, num_experts)
-        return per_rank, None, per_expert, in_rank, self._event(async_finish)
+        behind = check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        per_rank, per_expert, in_rank = self.runtime.get_dispatch_layout(
+            topk_idx, num_experts, behind, async_finish
+        )
+        return per_rank, None, per_expert, in_rank, self._event(async_finish, topk_idx)
 
     @overload
     def dispatch(
@@ -201,7 +211,7 @@ class Buffer(LowLatencyCalls):
 
         - ``topk_idx`` and ``num_experts=``: layout and dispatch in one step, the fast way;
         - ``topk_idx`` and what :meth:`get_dispatch_layout` returned, E being the length of the counts;
-        - ``is_token_in_rank`` and ``num_tokens_per_expert`` without ids;
+        - ``is_token_in_rank`` and ``num_tokens_per_expert`` without ids (on the CPU);
         - ``handle`` of an earlier dispatch: the same rows go the same ways again, without ids and weights.
 
         All tensors are on the Buffer's device. x and the others may be changed once the event is over.
@@ -220,7 +230,7 @@ class Buffer(LowLatencyCalls):
             num_worst_tokens: if not 0, the number of rows of all results, whatever arrives: ids and sources
                 are -1 and weights 0 past the rows that arrived. Too small a number raises ValueError on every
                 rank.
-            config: tuning numbers, or None for the tuned ones.
+            config: tuning numbers, or None for the tuned ones and the SMs of :meth:`set_num_sms`.
             previous_event, async_finish, allocate_on_comm_stream: as in :meth:`get_dispatch_layout`.
             num_experts: E.
 
@@ -244,8 +254,8 @@ class Buffer(LowLatencyCalls):
             BufferTooSmallError, CallMismatchError, DeepMoeTimeoutError, PeerLostError, DestroyedError.
         """
         with self._dispatch_checks:
-            check_config(config)
-            check_streams(previous_event, async_finish, allocate_on_comm_stream)
+            num_sms = check_config(config, Buffer.num_sms)
+            behind = check_streams(previous_event, async_finish, allocate_on_comm_stream)
         recv_x, recv_topk_idx, recv_topk_weights, counts, new_handle = self.runtime.dispatch(
             x,
             handle,
@@ -257,9 +267,22 @@ class Buffer(LowLatencyCalls):
             expert_alignment,
             num_worst_tokens,
             num_experts,
+            num_sms,
+            behind,
+            async_finish,
         )
         made = DispatchHandle._make(new_handle) if new_handle is not None else None
-        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, self._event(async_finish)
+        event = self._event(
+            async_finish,
+            x,
+            handle,
+            num_tokens_per_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+        )
+        return recv_x, recv_topk_idx, recv_topk_weights, counts, made, event
 
     def combine(
         self,
@@ -296,10 +319,13 @@ class Buffer(LowLatencyCalls):
             As :meth:`dispatch`.
         """
         with self._combine_checks:
-            check_config(config)
-            check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        combined_x, combined_weights = self.runtime.combine(x, handle, topk_weights, bias, out)
-        return combined_x, combined_weights, self._event(async_finish)
+            num_sms = check_config(config, Buffer.num_sms)
+            behind = check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        combined_x, combined_weights = self.runtime.combine(
+            x, handle, topk_weights, bias, out, num_sms, behind, async_finish
+        )
+        event = self._event(async_finish, x, handle, topk_weights, bias, out)
+        return combined_x, combined_weights, event
 
     # Between nodes and within one the calls are the same; these names are for programs that choose.
     internode_dispatch = dispatch

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ._C import Config, combine_config, dispatch_config, low_latency_size_hint
+from ._C import Config, build_info, combine_config, dispatch_config, low_latency_size_hint
 from .errors import UnavailableError
-from .events import EventHandle, EventOverlap
+from .events import EventHandle, EventOverlap, cuda
 
 __all__ = [
     "Config",
@@ -55,30 +55,56 @@ def seconds(value: Any, name: str) -> float:
     return number
 
 
-def device_of(device: torch.device | str | None) -> torch.device:
-    """Where a Buffer works. This build moves rows between CPU tensors."""
+def device_of(device: torch.device | str | int | None) -> torch.device:
+    """Where a Buffer works: the CPU, or one CUDA device, given with its index."""
+    has_transport: bool = build_info()["cuda_transport"]
+    if device is None:
+        device = "cuda" if has_transport and torch.cuda.is_available() else "cpu"
+    wrong = f'device must be None, "cpu", "cuda" or the index of a CUDA device, got {device!r}'
     try:
-        found = torch.device("cpu" if device is None else device)
+        if isinstance(device, int) and not isinstance(device, bool):
+            found = torch.device("cuda", device)
+        else:
+            found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f'device must be None, "cpu" or "cuda", got {device!r}') from None
+        raise ValueError(wrong) from None
     if found.type == "cpu":
         return torch.device("cpu")
-    if found.type == "cuda":
+    if found.type != "cuda":
+        raise ValueError(wrong)
+    if not has_transport:
         raise UnavailableError(
             f'device={str(found)!r}: this build of deep_moe has no CUDA transport; use device="cpu", or '
             "install a build for CUDA (deep-moe-cu12 or deep-moe-cu13)"
         )
-    raise ValueError(f'device must be None, "cpu" or "cuda", got {device!r}')
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            f"device={str(found)!r}: torch sees no CUDA device here (torch.cuda.is_available()); use "
+            'device="cpu", or install a CUDA build of torch and a driver for the GPU; a process forked from '
+            "one that has used CUDA sees none either"
+        )
+    if found.index is not None and found.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be one of the {torch.cuda.device_count()} CUDA devices here, got {str(found)!r}"
+        )
+    try:
+        cuda.init()
+        return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    except RuntimeError as error:  # a process forked from one that used CUDA, say
+        raise UnavailableError(f"device={str(found)!r}: CUDA cannot be used here: {error}") from error
 
 
-def check_config(config: Any) -> None:
-    """``config`` of a call: a Config, or None for the tuned one."""
-    if config is not None and not isinstance(config, Config):
+def check_config(config: Any, num_sms: int) -> int:
+    """``config`` of a call: a Config, or None for the tuned one. Gives its SMs, without one ``num_sms``."""
+    if config is None:
+        return num_sms
+    if not isinstance(config, Config):
         raise TypeError(f"config must be a deep_moe.Config or None, got {type(config).__name__}")
+    return config.num_sms
 
 
-def check_streams(previous_event: Any, async_finish: Any, allocate_on_comm_stream: Any) -> None:
-    """The stream arguments that the calls of the high-throughput mode share."""
+def check_streams(previous_event: Any, async_finish: Any, allocate_on_comm_stream: Any) -> int:
+    """The stream arguments that the calls of the high-throughput mode share; gives the cudaEvent_t, or 0."""
     event = None
     if previous_event is not None:
         if not isinstance(previous_event, EventOverlap):
@@ -86,17 +112,16 @@ def check_streams(previous_event: Any, async_finish: Any, allocate_on_comm_strea
                 f"previous_event must be a deep_moe.EventOverlap or None, got {type(previous_event).__name__}"
             )
         event = previous_event.event
-        if event is not None:
-            if not isinstance(event, EventHandle):
-                raise TypeError(
-                    f"previous_event.event must be a deep_moe.EventHandle, got {type(event).__name__}"
-                )
-            event.current_stream_wait()
+        if event is not None and not isinstance(event, EventHandle):
+            raise TypeError(
+                f"previous_event.event must be a deep_moe.EventHandle, got {type(event).__name__}"
+            )
     if allocate_on_comm_stream and (event is None or not async_finish):
         raise ValueError(
             "allocate_on_comm_stream=True needs previous_event=EventOverlap(EventHandle()) and "
             "async_finish=True: the tensors would otherwise be used on a stream that knows nothing of them"
         )
+    return 0 if event is None else event.cuda_event
 
 
 def check_low_latency(async_finish: Any, return_recv_hook: Any) -> None:

@@ -1,7 +1,7 @@
 """Events: when a call's results may be used.
 
-On the CPU every call is complete when it returns, so all of this is trivial there; code written for a GPU's
-streams runs unchanged.
+On a GPU they are CUDA events. On the CPU every call is complete when it returns, so all of this is trivial
+there; code written for a GPU's streams runs unchanged.
 """
 
 from __future__ import annotations
@@ -12,19 +12,52 @@ from typing import Any
 
 import torch
 
+cuda: Any = torch.cuda  # whose functions torch gives no types
+
 __all__ = ["CommStream", "EventHandle", "EventOverlap"]
 
 
 class EventHandle:
-    """A point in the current stream, taken when the object is made. On the CPU it is complete at once."""
+    """A point in the current stream of the current CUDA device, taken when the object is made.
 
-    __slots__ = ()
+    Where this process uses no CUDA, it is complete at once.
+    """
+
+    __slots__ = ("_event",)
+
+    _event: torch.cuda.Event | None
+
+    def __init__(self) -> None:
+        self._event = None
+        if cuda.is_initialized():
+            self._event = cuda.Event()
+            self._event.record()
+
+    @classmethod
+    def on(cls, stream: torch.cuda.Stream | None) -> EventHandle:
+        """A point in this stream; None for one that is complete at once."""
+        handle = cls.__new__(cls)
+        handle._event = None
+        if stream is not None:
+            handle._event = cuda.Event()
+            handle._event.record(stream)
+        return handle
+
+    @property
+    def cuda_event(self) -> int:
+        """The cudaEvent_t, or 0."""
+        return 0 if self._event is None else int(self._event.cuda_event)
 
     def current_stream_wait(self) -> None:
-        """Makes the current stream wait for the point. On the CPU: returns."""
+        """Makes the current stream (of the device that the point is on) wait for the point.
+
+        The caller itself does not wait. On the CPU: returns.
+        """
+        if self._event is not None:
+            self._event.wait(torch.cuda.current_stream(self._event.device))
 
     def __repr__(self) -> str:
-        return "EventHandle()"
+        return "EventHandle()" if self._event is None else f"EventHandle({self._event!r})"
 
 
 class EventOverlap:

@@ -1,9 +1,9 @@
-"""What a dispatch returns for its combine (and for cached dispatches): plain tuples of CPU tensors.
+"""What a dispatch returns for its combine (and for cached dispatches): plain tuples of tensors.
 
 The contents are private to deep_moe. Hold a handle, pass it back, or spread it into
 ``ctx.save_for_backward(*handle)`` and pass back the tuple that comes out: any tuple of the same tensors is
-taken. A handle holds indices and no addresses, so it stays valid for as long as its tensors live, also across
-other calls.
+taken. They are on the Buffer's device, all but ``meta``, which is on the CPU. A handle holds indices and no
+addresses, so it stays valid for as long as its tensors live, also across other calls.
 """
 
 from __future__ import annotations

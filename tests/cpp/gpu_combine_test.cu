@@ -92,7 +92,9 @@ class Sums {
 
   SumShape& shape() { return shape_; }
   PerRank& rank(int r) { return ranks_[r]; }
-  std::int64_t row_bytes() const { return static_cast<std::int64_t>(shape_.hidden) * (shape_.type == SumType::kFp32 ? 4 : 2); }
+  std::int64_t row_bytes() const {
+    return static_cast<std::int64_t>(shape_.hidden) * (shape_.type == SumType::kFp32 ? 4 : 2);
+  }
   std::int64_t stride() const { return row_bytes() + shape_.gap; }
 
   void fill(int r, std::mt19937_64& random) {
@@ -101,7 +103,8 @@ class Sums {
     const auto numbers = [&](std::int64_t count, SumType type) {
       std::vector<float> values(static_cast<std::size_t>(count));
       for (float& value : values)
-        value = rounded(type, (static_cast<float>(random() % 2000001) / 1e6f - 1.0f) * static_cast<float>(1 << random() % 6));
+        value = rounded(type,
+                        (static_cast<float>(random() % 2000001) / 1e6f - 1.0f) * static_cast<float>(1 << random() % 6));
       return values;
     };
     rank.host_x = numbers(N * shape_.hidden, shape_.type);
@@ -193,8 +196,8 @@ class Sums {
 void prepare_sums(World& world, Rows& rows, Sums& sums, std::mt19937_64& random,
                   const std::vector<std::int64_t>& num_tokens) {
   for (int r = 0; r < world.num_ranks(); ++r)
-    world.set_ids(r, random_ids(random, num_tokens[r % num_tokens.size()], world.topk(), world.num_experts(),
-                                world.id_bytes()));
+    world.set_ids(
+        r, random_ids(random, num_tokens[r % num_tokens.size()], world.topk(), world.num_experts(), world.id_bytes()));
   rows.count();
   run(world.num_ranks(), [&](int r) {
     kernels::notify(world.rank(r).domain, world.args(r, 0), world.rank(r).stream);

@@ -1,5 +1,5 @@
-// What dispatch and combine are held against: kernels that only copy rows with the copy engine, through the same ring of
-// chunks in shared memory. No counts, no words, no peers, no sums.
+// What dispatch and combine are held against: kernels that only copy rows with the copy engine, through the same ring
+// of chunks in shared memory. No counts, no words, no peers, no sums.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,13 @@ struct CopyBound {
   const char* from[2] = {};  // rows at token * row_bytes
   char* to[2] = {};
   int num_loads = 1;
-  int num_stores = 1;          // of the row loaded last
+  int num_stores = 1;            // of the row loaded last
   const bool* wanted = nullptr;  // [num_tokens, 2] which of the stores (num_stores 2) or loads (num_loads 2) are made
   std::int64_t num_tokens = 0;
   int row_bytes = 0, chunk_bytes = 0;  // whole chunks
+  int extra_bytes = 0;                 // a piece more a row (scales), of arrays of its own
+  const char* extra_from = nullptr;
+  char* extra_to[2] = {};
 };
 
 // One lane a warp; warp w of n takes tokens w, w + n, ...
@@ -24,9 +27,15 @@ template <int kStages>
 __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constant__ CopyBound args) {
   extern __shared__ __align__(128) char shared[];
   if (threadIdx.x % 32 != 0) return;
-  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, chunks = args.row_bytes / args.chunk_bytes;
+  const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32, whole = args.row_bytes / args.chunk_bytes;
+  const int chunks = whole + (args.extra_bytes > 0 ? 1 : 0);
+  const auto bytes_of = [&](int chunk) { return chunk < whole ? args.chunk_bytes : args.extra_bytes; };
+  const auto offset_of = [&](std::int64_t token, int chunk) {
+    return chunk < whole ? token * args.row_bytes + chunk * args.chunk_bytes : token * args.extra_bytes;
+  };
   char* stages = shared + warp * kStages * args.chunk_bytes;
-  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(shared + num_warps * kStages * args.chunk_bytes) + warp * kStages;
+  std::uint64_t* barriers =
+      reinterpret_cast<std::uint64_t*>(shared + num_warps * kStages * args.chunk_bytes) + warp * kStages;
   for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + i, 1);
   ptx::fence_mbarrier_init();
 
@@ -36,9 +45,7 @@ __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constan
     int chunk = 0, source = 0;
   };
   const std::int64_t step = static_cast<std::int64_t>(num_warps) * gridDim.x;
-  const auto valid = [&](const Cursor& at) {
-    return args.num_loads == 1 || args.wanted[at.token * 2 + at.source];
-  };
+  const auto valid = [&](const Cursor& at) { return args.num_loads == 1 || args.wanted[at.token * 2 + at.source]; };
   const auto advance = [&](Cursor& at) {
     do {
       if (++at.source == args.num_loads) at.source = 0, ++at.chunk;
@@ -51,10 +58,10 @@ __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constan
   while (store.token < args.num_tokens) {
     while (loaded - stored < kStages - 1 && load.token < args.num_tokens) {
       const int stage = loaded++ % kStages;
-      ptx::mbarrier_arrive_expect_tx(barriers + stage, args.chunk_bytes);
-      ptx::bulk_load(stages + stage * args.chunk_bytes,
-                     args.from[load.source] + load.token * args.row_bytes + load.chunk * args.chunk_bytes,
-                     args.chunk_bytes, barriers + stage);
+      const char* from = load.chunk < whole ? args.from[load.source] : args.extra_from;
+      ptx::mbarrier_arrive_expect_tx(barriers + stage, bytes_of(load.chunk));
+      ptx::bulk_load(stages + stage * args.chunk_bytes, from + offset_of(load.token, load.chunk), bytes_of(load.chunk),
+                     barriers + stage);
       advance(load);
     }
     const int stage = stored % kStages;
@@ -63,8 +70,9 @@ __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constan
     const bool last = store.source == args.num_loads - 1 || !args.wanted[store.token * 2 + 1];
     for (int i = 0; last && i < args.num_stores; ++i) {
       if (args.num_stores > 1 && !args.wanted[store.token * 2 + i]) continue;
-      ptx::bulk_store(args.to[i] + store.token * args.row_bytes + store.chunk * args.chunk_bytes,
-                      stages + stage * args.chunk_bytes, args.chunk_bytes);
+      char* to = store.chunk < whole ? args.to[i] : args.extra_to[i];
+      ptx::bulk_store(to + offset_of(store.token, store.chunk), stages + stage * args.chunk_bytes,
+                      bytes_of(store.chunk));
     }
     ptx::bulk_commit_group();
     ++stored;

@@ -1,5 +1,5 @@
-// Dispatch on a GPU against the same movement on the host, every byte of every heap compared: shapes, both paths, places,
-// handles, refusals, time-outs, replay.
+// Dispatch on a GPU against the same movement on the host, every byte of every heap compared: shapes, both paths,
+// places, handles, refusals, time-outs, replay.
 #include <doctest/doctest.h>
 
 #include <deep_moe/error.hpp>
@@ -26,8 +26,8 @@ struct Shape {
 
 void fill_random(World& world, Rows& rows, std::mt19937_64& random, const std::vector<std::int64_t>& num_tokens) {
   for (int r = 0; r < world.num_ranks(); ++r) {
-    world.set_ids(r, random_ids(random, num_tokens[r % num_tokens.size()], world.topk(), world.num_experts(),
-                                world.id_bytes()));
+    world.set_ids(
+        r, random_ids(random, num_tokens[r % num_tokens.size()], world.topk(), world.num_experts(), world.id_bytes()));
     rows.fill(r, random);
   }
   rows.count();
@@ -80,17 +80,17 @@ GPU_TEST_CASE("dispatch: equal to the host, all shapes, both paths") {
       {1, 8, 256, 8, {300}, rows(128)},
       {2, 8, 256, 8, {257}, rows(14336, 0, 4, 0, 0, 16)},
       {2, 8, 256, 8, {257}, rows(7168, 56)},
-      {2, 8, 256, 8, {130, 0}, rows(7168, 56, 4, 3)},          // columns on both
-      {2, 8, 256, 4, {130, 77}, rows(7168, 56, 4, 2, 1)},      // mixed, one hard
-      {3, 4, 16, 8, {63, 65, 172}, rows(5760, 0, 4, 0, 7)},    // H=2880 bf16
+      {2, 8, 256, 8, {130, 0}, rows(7168, 56, 4, 3)},        // columns on both
+      {2, 8, 256, 4, {130, 77}, rows(7168, 56, 4, 2, 1)},    // mixed, one hard
+      {3, 4, 16, 8, {63, 65, 172}, rows(5760, 0, 4, 0, 7)},  // H=2880 bf16
       {4, 6, 37, 4, {0, 1, 100, 500}, rows(16, 1)},
       {8, 8, 60, 8, {100, 0, 57, 1}, rows(2048, 16, 1)},
       {8, 10, 30, 4, {0}, rows(256, 0, 4, 0, 0xff)},
       {4, 1, 4, 4, {900, 3}, rows(64, 100, 1, 4, 8)},
-      {2, 64, 4096, 8, {150, 29}, rows(32768, 130, 2)},        // H=8192 fp32
-      {5, 3, 3, 8, {120}, rows(3600, 9, 8, 9)},                // fewer experts than ranks
+      {2, 64, 4096, 8, {150, 29}, rows(32768, 130, 2)},  // H=8192 fp32
+      {5, 3, 3, 8, {120}, rows(3600, 9, 8, 9)},          // fewer experts than ranks
       {3, 33, 130, 4, {99, 52}, rows(1024, 70, 4, 0, 2)},
-      {2, 8, 256, 8, {100}, rows(100016)},                     // longer than any stage
+      {2, 8, 256, 8, {100}, rows(100016)},  // longer than any stage
       {12, 32, 130, 4, {30, 12}, rows(528)},
   };
   if (reduced()) shapes.erase(shapes.begin() + 8, shapes.end());

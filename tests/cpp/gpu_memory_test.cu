@@ -124,7 +124,8 @@ void exchange_patterns(const Bootstrap& bootstrap, DeviceWorld& world, std::size
     expect_pattern(block.ptr + slice * peer, slice, seed + 100 * bootstrap.rank + peer, stream,
                    "rank " + std::to_string(bootstrap.rank) + ", what rank " + std::to_string(peer) + " wrote");
   std::vector<char*> table(static_cast<std::size_t>(num_ranks * layout::kMaxSegments));
-  test::cuda(cudaMemcpyAsync(table.data(), world.segment_table(), table.size() * sizeof(char*), cudaMemcpyDefault, stream));
+  test::cuda(
+      cudaMemcpyAsync(table.data(), world.segment_table(), table.size() * sizeof(char*), cudaMemcpyDefault, stream));
   test::cuda(cudaStreamSynchronize(stream));
   for (int peer = 0; peer < num_ranks; ++peer) {
     char* const* row = &table[static_cast<std::size_t>(peer * layout::kMaxSegments)];
@@ -283,7 +284,8 @@ const std::vector<std::pair<std::string, RankFunction>>& child_functions() {
       {"notify", notify_through_world},
       {"killed peer", killed_peer},
       {"exit", exit_without_destroying},
-      {"no device", [](const Bootstrap& b) {
+      {"no device",
+       [](const Bootstrap& b) {
          std::string reason;
          expect(!cuda::available(&reason) && !reason.empty() && cuda::num_devices() == 0, "no device: " + reason);
          expect_throw<UnavailableError>([&] { cuda::make_device_world(b, {}); }, reason);
@@ -422,6 +424,28 @@ TEST_CASE("without a usable device the reason is told") {
     CHECK_THROWS_AS(cuda::current_device(), UnavailableError);
     expect_throw<UnavailableError>([&] { cuda::make_device_world(make_thread_bootstraps(1)[0], {}); }, reason);
   }
+}
+
+TEST_CASE("a wait for words ends with a time-out, a lost peer or an interrupt") {
+  cuda::WaitRules rules{2, 0.2, {}, {}};
+  const auto blame_1 = [] { return 1; };
+  const auto describe = [](int) { return std::string("expected 7, saw 6"); };
+  expect_throw<TimeoutError>([&] { cuda::poll_until(rules, "notify", blame_1, describe); },
+                             "s for rank 1 in notify: expected 7, saw 6");
+  rules.timeout_seconds = 30;
+  rules.peer_gone = [](int peer, std::string* how) {
+    *how = "has ended";
+    return peer == 1;
+  };
+  expect_throw<PeerLostError>([&] { cuda::poll_until(rules, "notify", blame_1, describe); },
+                              "rank 1 has ended while rank 2 waited for rank 1 in notify");
+  rules.interrupt_check = [] { throw std::logic_error("interrupted"); };
+  const auto blame_itself = [] { return 2; };  // its own kernel: no peer to look at
+  CHECK_THROWS_AS(cuda::poll_until(rules, "notify", blame_itself, describe), std::logic_error);
+  rules.interrupt_check = {};
+  int looks = 0;
+  cuda::poll_until(rules, "notify", [&] { return ++looks > 2000 ? -1 : 2; }, describe);
+  CHECK(looks == 2001);
 }
 
 TEST_CASE("threads write into each other's segments, also into those appended later") {

@@ -116,9 +116,7 @@ class Rows {
     poison_heap(r);
     cuda(cudaStreamSynchronize(world_.rank(r).stream));
   }
-  void poison_heap(int r) {
-    cuda(cudaMemsetAsync(ranks_[r].heap, kPoison, heap_bytes_, world_.rank(r).stream));
-  }
+  void poison_heap(int r) { cuda(cudaMemsetAsync(ranks_[r].heap, kPoison, heap_bytes_, world_.rank(r).stream)); }
 
   kernels::NotifyArgs notify_args(int r, std::uint32_t sequence) {
     kernels::NotifyArgs args = world_.args(r, sequence);
@@ -135,7 +133,9 @@ class Rows {
     return place;
   }
   // Rows that a hard place is laid out for.
-  std::int64_t hard_capacity(int r) const { return counts_.prefix.empty() ? 0 : counts_.total(r, world_.num_ranks()) + shape_.hard_tail; }
+  std::int64_t hard_capacity(int r) const {
+    return counts_.prefix.empty() ? 0 : counts_.total(r, world_.num_ranks()) + shape_.hard_tail;
+  }
 
   kernels::DispatchArgs dispatch_args(int r) {
     const Rank& words = world_.rank(r);

@@ -25,8 +25,19 @@ struct BufferOptions {
   bool low_latency_mode = false;
   bool enable_shrink = false;      // low latency: mask a rank that does not answer instead of failing
   double timeout_seconds = 100.0;  // deadline of every wait
+  int device = kCpuDevice;         // or the ordinal of a CUDA device: tensors of all calls are on it
+  // GPUs: the calling thread's current stream of the device (a cudaStream_t). Empty: the legacy default stream.
+  std::function<void*()> current_stream;
   // Called about every 50 ms of a wait, without locks that user code could need; may throw to give up the call.
   std::function<void()> interrupt_check;
+};
+
+// GPUs: calls run on the Buffer's own comm stream, behind the caller's current stream or behind `previous_event`, and
+// the current stream waits for them unless `async_finish` (then record an event on comm_stream() after the call).
+// Unused on the CPU, where a call is complete when it returns.
+struct StreamOptions {
+  void* previous_event = nullptr;  // a cudaEvent_t
+  bool async_finish = false;
 };
 
 // x: a tensor, or data with scales (fp8 and the like; opaque bytes either way).
@@ -71,6 +82,8 @@ struct DispatchArgs {
   const DispatchHandle* handle = nullptr;  // cached mode
   std::int64_t expert_alignment = 1;
   std::int64_t num_worst_tokens = 0;
+  int num_sms = 0;  // GPUs: multiprocessors to use; 0: the default, 20
+  StreamOptions streams;
 };
 
 struct DispatchResult {
@@ -87,6 +100,8 @@ struct CombineArgs {
   TensorView topk_weights;  // [N, K] f32, or undefined
   TensorView bias0, bias1;  // [T, H] of x's dtype, or undefined
   TensorView out;           // [T, H] of x's dtype, or undefined
+  int num_sms = 0;          // GPUs: as for dispatch
+  StreamOptions streams;
 };
 
 struct CombineResult {
@@ -166,7 +181,8 @@ class Buffer {
   const BufferOptions& options() const;
 
   // Local: no other rank is involved.
-  LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts);
+  LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
+                                   const StreamOptions& streams = {});
 
   DispatchResult dispatch(const DispatchArgs& args);
   CombineResult combine(const CombineArgs& args);
@@ -190,6 +206,11 @@ class Buffer {
   // A refusal found before the arguments reached this class (say, in a binding): consumes this call's epoch and tells
   // the peers, exactly as a refusal inside does. Does not throw for the refusal itself.
   void refuse(const std::string& call, const std::string& reason);
+  // GPUs: the private high-priority stream (a cudaStream_t); null on the CPU.
+  void* comm_stream() const;
+  // Adds `stream` to those whose work keeps the memory of a handed-out tensor from being reused. Nothing to do on the
+  // CPU.
+  void record_stream(const TensorView& tensor, void* stream);
   void check();    // throws what has failed the Buffer, if anything
   void reset();    // collective, after a failure: a new generation
   void destroy();  // local, idempotent; tensors stay valid
@@ -199,6 +220,10 @@ class Buffer {
  private:
   std::shared_ptr<Impl> impl_;
 };
+
+// True where this build has Buffers on GPUs. In this version they are unfinished, and there only with
+// DEEP_MOE_CUDA_PREVIEW=1.
+bool cuda_transport_compiled();
 
 // SIMD level chosen at run time: "avx512", "avx2", "generic".
 const char* simd_level();

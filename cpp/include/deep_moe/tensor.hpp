@@ -33,6 +33,7 @@ std::size_t dtype_bytes(DType dtype);
 const char* dtype_name(DType dtype);
 
 inline constexpr int kMaxTensorDims = 4;
+inline constexpr int kCpuDevice = -1;  // else the ordinal of a CUDA device
 
 // A tensor that somebody else owns. Strides count elements.
 struct TensorView {
@@ -41,6 +42,7 @@ struct TensorView {
   int num_dims = 0;
   std::int64_t shape[kMaxTensorDims] = {};
   std::int64_t stride[kMaxTensorDims] = {};
+  int device = kCpuDevice;
 
   // `defined` is false for "no tensor given"; an empty tensor ([0, H]) is defined.
   bool defined() const { return dtype != DType::kNone; }

@@ -55,8 +55,32 @@ void load_kernel(Kernel* kernel, int dynamic_shared_bytes) {
   }
 }
 
+// Whether the code that runs on the current device may use the copy engine; kept from prepare().
+bool has_copy_engine();
+
+// Launches `num_blocks` blocks. With `early` the launch may start before the kernel in front of it has ended, and has
+// to wait for that by itself.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), int num_blocks, int num_warps, std::size_t shared_bytes, Stream stream,
+            bool early, const char* what, const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
+  config.blockDim = dim3(static_cast<unsigned>(32 * num_warps));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early && has_copy_engine() ? 1 : 0;  // both came with sm_90
+  check_cuda(cudaLaunchKernelEx(&config, kernel, args...), what);
+}
+
 // Of each file with kernels.
 void prepare_layout();
 void prepare_notify();
+void prepare_dispatch();
+void prepare_combine();
+int loaded_code_version();  // 90 for sm_90
 
 }  // namespace deep_moe::kernels

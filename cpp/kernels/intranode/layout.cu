@@ -1,6 +1,8 @@
 // get_dispatch_layout by itself, and what concerns all kernels of this build.
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "kernels/intranode/launch.hpp"
 #include "kernels/intranode/layout.cuh"
 #include "kernels/ptx/memory.cuh"
@@ -39,6 +41,17 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads)
   }
 }
 
+// By device: the version of the code that runs there, once prepare() has looked.
+constexpr int kMaxDevices = 64;
+std::atomic<int> code_version[kMaxDevices];
+
+int current_device() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_range("the current device", device, 0, kMaxDevices - 1);
+  return device;
+}
+
 }  // namespace
 
 bool compiled() { return true; }
@@ -46,7 +59,12 @@ bool compiled() { return true; }
 void prepare() {
   prepare_layout();
   prepare_notify();
+  prepare_dispatch();
+  prepare_combine();
+  code_version[current_device()] = loaded_code_version();
 }
+
+bool has_copy_engine() { return code_version[current_device()] >= 90; }
 
 void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Stream stream) {
   check_domain(domain);

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
     notify_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ NotifyArgs args) {
   extern __shared__ std::uint32_t dynamic_shared[];
   __shared__ NotifyShared shared;
+  ptx::griddepcontrol_launch_dependents();  // dispatch waits for the end of this kernel where it needs it
   const int num_blocks = static_cast<int>(gridDim.x) - 1, block = static_cast<int>(blockIdx.x);
   if (block == num_blocks) {
     gather_block(domain, args, dynamic_shared);
@@ -42,8 +43,8 @@ __global__ void __launch_bounds__(layout::kMaxKernelRanks)
   const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
   if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) return;
 
-  announce(scope, peer, refusal.signature, refusal.hash, layout::CallStatus::kRefused, 0, layout::Place{},
-           refusal.reason, refusal.num_reason_bytes);
+  announce(scope, peer, refusal.signature, refusal.hash, 0, layout::Place{}, layout::Place{},
+           layout::CallStatus::kRefused, refusal.reason, refusal.num_reason_bytes);
 
   bool ok = true;
   if (scope.epoch + 2 > state.reset_epoch + layout::kAnnounceDepth) {

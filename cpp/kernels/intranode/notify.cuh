@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "kernels/intranode/layout.cuh"
+#include "kernels/protocol/announce.cuh"
 #include "kernels/protocol/wait.cuh"
+#include "kernels/ptx/launch.cuh"
 
 namespace deep_moe::kernels {
 
@@ -157,49 +159,6 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
   write_positions<Id>(args, experts, range, shared);
 }
 
-// G1: what this rank does in this epoch, to one peer.
-__device__ __forceinline__ void announce(const WaitScope& scope, int peer, const layout::CallSignature& signature,
-                                         std::uint64_t hash, layout::CallStatus status, std::int64_t num_tokens,
-                                         const layout::Place& place, const char* reason,
-                                         std::uint32_t num_reason_bytes) {
-  const DeviceDomain& domain = scope.domain;
-  layout::Announce& record = domain.words.announce(domain.workspaces[peer], scope.epoch, domain.rank);
-  record.status = static_cast<std::uint32_t>(status);
-  record.num_reason_bytes = num_reason_bytes;
-  record.hash = hash;
-  record.signature = signature;
-  record.num_tokens = num_tokens;
-  record.place = place;
-  record.weight_place = layout::Place{};
-  for (std::uint32_t i = 0; i < num_reason_bytes; ++i) record.reason[i] = reason[i];
-  ptx::st_release_sys(&record.epoch, scope.epoch);
-}
-
-// G2: what a peer does in this epoch. kNone: the same call, `*place` is where it takes its rows.
-__device__ __forceinline__ layout::NotifyOutcome wait_for_announcement(const WaitScope& scope, int peer,
-                                                                       std::uint64_t hash, layout::Place* place) {
-  const layout::Announce& record = scope.domain.words.announce(scope.mine(), scope.epoch, peer);
-  std::uint64_t seen;
-  const bool there = wait_until(
-      scope, layout::WaitPhase::kAnnounce, peer, scope.epoch, [&] { return ptx::ld_acquire_sys(&record.epoch); },
-      [&](std::uint64_t epoch) { return epoch == scope.epoch; }, &seen);
-  if (!there) return layout::NotifyOutcome::kFailed;
-  const bool refused = record.status != static_cast<std::uint32_t>(layout::CallStatus::kOk);
-  if (!refused && record.hash == hash) {
-    *place = record.place;
-    return layout::NotifyOutcome::kNone;
-  }
-  report_error(scope, refused ? layout::KernelErrorKind::kPeerRefused : layout::KernelErrorKind::kCallMismatch,
-               layout::WaitPhase::kAnnounce, peer, hash, record.hash, [&](layout::ErrorRecord& error) {
-                 error.peer_signature = record.signature;
-                 error.peer_status = record.status;
-                 error.num_reason_bytes =
-                     min(record.num_reason_bytes, static_cast<std::uint32_t>(layout::kReasonBytes));
-                 for (std::uint32_t i = 0; i < error.num_reason_bytes; ++i) error.reason[i] = record.reason[i];
-               });
-  return refused ? layout::NotifyOutcome::kRefused : layout::NotifyOutcome::kMismatch;
-}
-
 // G3: every source's counts, into `matrix` [R, R] and `expert_sums` [L] (shared, zeroed). False: the block must leave.
 __device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_local_experts, std::uint32_t* matrix,
                                               std::uint32_t* expert_sums) {
@@ -253,20 +212,6 @@ __device__ __forceinline__ std::uint32_t write_prefix(const NotifyArgs& args, in
   return rows;
 }
 
-// A word for the host, if it waits for any.
-__device__ __forceinline__ void tell_host(std::uint32_t sequence, std::uint64_t* word, std::uint32_t value) {
-  if (sequence != 0) ptx::st_relaxed_sys(word, layout::tag_count(sequence, value));
-}
-
-// G5: the call is over; the next launch takes the next epoch.
-__device__ __forceinline__ void finish(const WaitScope& scope, std::uint32_t sequence, layout::NotifyOutcome outcome) {
-  layout::NotifyState& state = scope.state();
-  const std::uint32_t value = static_cast<std::uint32_t>(outcome);
-  ptx::st_relaxed_gpu(&state.outcome, layout::tag_count(scope.epoch, value));
-  if (outcome != layout::NotifyOutcome::kFailed) ptx::st_relaxed_gpu(&state.epoch, scope.epoch);
-  tell_host(sequence, &scope.domain.host_words.outcome(scope.domain.host), value);
-}
-
 // The block that speaks to the peers' gathering blocks and to the host. No block of this rank waits for it.
 __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const NotifyArgs& args,
                                              std::uint32_t* dynamic_shared) {
@@ -289,13 +234,13 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
   // G1, G2: all ranks make the same call.
   layout::Place place;
   if (thread < num_ranks) {
-    announce(scope, thread, args.signature, args.hash, layout::CallStatus::kOk, args.ids.num_tokens, args.place,
-             nullptr, 0);
+    announce(scope, thread, args.signature, args.hash, args.ids.num_tokens, args.place, layout::Place{});
   }
   for (int l = thread; l < num_local_experts; l += NotifyTuning::kThreads) expert_sums[l] = 0;
   if (thread < num_ranks) {
-    const NotifyOutcome outcome = wait_for_announcement(scope, thread, args.hash, &place);
+    const NotifyOutcome outcome = wait_for_announcement(scope, thread, args.hash);
     if (outcome != NotifyOutcome::kNone) atomicMax(&trouble, static_cast<std::uint32_t>(outcome));
+    place = announcement(scope, thread).place;
   }
   __syncthreads();
 

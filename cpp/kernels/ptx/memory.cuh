@@ -57,10 +57,35 @@ __device__ __forceinline__ std::uint64_t atom_add_relaxed_gpu(std::uint64_t* add
   return before;
 }
 
+__device__ __forceinline__ std::uint64_t atom_add_acq_rel_gpu(std::uint64_t* address, std::uint64_t value) {
+  std::uint64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* address, std::uint32_t value) {
   std::uint32_t before;
   asm volatile("atom.exch.relaxed.gpu.global.b32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
   return before;
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// 16 bytes that nobody writes while the kernel runs, past the L1 cache. Not volatile: these may be moved and batched,
+// but across no other access of this file.
+__device__ __forceinline__ uint4 ld_weak_16(const void* address) {
+  uint4 value;
+  asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(address)
+      : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_weak_16(void* address, const uint4& value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
 }
 
 }  // namespace deep_moe::ptx

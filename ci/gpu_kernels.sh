@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Layout and notify on a machine with a GPU: builds the kernels and their tests with nvcc and doctest alone (no CMake, no
+# The CUDA kernels on a machine with a GPU: builds the kernels and their tests with nvcc and doctest alone (no CMake, no
 # Python) and runs them.
-#   ci/gpu_notify.sh                 tests, then timings
-#   ci/gpu_notify.sh sanitize        tests under compute-sanitizer: memcheck, racecheck, synccheck
+#   ci/gpu_kernels.sh                tests, then timings
+#   ci/gpu_kernels.sh sanitize       tests under compute-sanitizer: memcheck, racecheck, synccheck
+# DEEP_MOE_JSON: file to which the timing of dispatch and combine adds a line of JSON a row.
 # DEEP_MOE_DOCTEST_INCLUDE: folder with doctest/doctest.h, if the compiler does not find it by itself.
 . "$(dirname "$0")/common.sh"
 [ "$(num_gpus)" -gt 0 ] || die "nvidia-smi lists no GPU here"
@@ -10,14 +11,15 @@ command -v nvcc >/dev/null || die "nvcc is missing; install the CUDA toolkit or 
 include=${DEEP_MOE_DOCTEST_INCLUDE:-}
 [ -n "$include" ] || need_doctest
 
-out=build/gpu_notify
+out=build/gpu_kernels
 mkdir -p "$out"
 arch=sm_${DEEP_MOE_CUDA_ARCHITECTURES%%-*}
 flags=(-std=c++20 -O3 -lineinfo -arch="$arch" -Icpp -Icpp/include -Itests/cpp -Werror all-warnings -Xcompiler=-Wall,-Wextra,-Wshadow)
 [ -z "$include" ] || flags+=(-isystem "$include")
 say "building for $arch"
 pids=()
-for source in cpp/kernels/intranode/*.cu tests/cpp/gpu_*.cu tests/cpp/main.cc; do
+for source in cpp/kernels/intranode/*.cu tests/cpp/gpu_{notify,dispatch,combine,notify_timing,rows_timing}_test.cu \
+  tests/cpp/main.cc; do
   nvcc "${flags[@]}" -c "$source" -o "$out/$(basename "$source").o" &
   pids+=($!)
 done
@@ -37,5 +39,5 @@ case ${1:-} in
       compute-sanitizer --tool "$tool" --error-exitcode 9 "$out/gpu_tests" --test-case-exclude='timing*'
     done
     ;;
-  *) die "usage: ci/gpu_notify.sh [sanitize]" ;;
+  *) die "usage: ci/gpu_kernels.sh [sanitize]" ;;
 esac

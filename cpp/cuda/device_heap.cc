@@ -1,0 +1,335 @@
+#include "cuda/device_heap.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include <deep_moe/error.hpp>
+
+#include "cuda/retire.hpp"
+#include "layout/words.hpp"
+#include "runtime/process.hpp"
+
+namespace deep_moe::cuda {
+
+struct DeviceHeap::Lease {
+  std::shared_ptr<DeviceHeap> heap;  // kept while the graph lives: its launches use the memory
+  std::uint64_t capture = 0;
+  bool gone = false;
+  struct Idle {
+    Block block;
+    std::vector<CUevent> users;  // recorded inside the capture
+  };
+  std::vector<Idle> idle;  // dropped, reusable inside the capture
+};
+
+namespace {
+
+// Small blocks are handed out without a look at what has been dropped, until that many have been.
+constexpr std::size_t kSmallBytes = std::size_t{1} << 20;
+constexpr int kUnseenBlocks = 16;
+
+// Leases whose graph is gone, from CUDA's threads, which may not call CUDA.
+struct GoneLeases {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<void>> list;
+};
+
+GoneLeases& gone_leases() {
+  static auto* leases = new GoneLeases;
+  return *leases;
+}
+
+void add_stream(std::vector<Stream>& streams, Stream stream) {
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
+
+}  // namespace
+
+DeviceHeap::DeviceHeap(std::shared_ptr<Heap> heap, std::shared_ptr<OwnStream> comm_stream,
+                       std::function<Stream()> current_stream)
+    : heap_(std::move(heap)),
+      comm_stream_(std::move(comm_stream)),
+      current_stream_(std::move(current_stream)),
+      events_(std::make_shared<EventPool>(comm_stream_->device())),
+      forks_(fork_count()) {
+  drop_retired();
+}
+
+DeviceHeap::~DeviceHeap() {
+  if (forks_ != fork_count()) return;
+  // Unmapping does not wait for kernels: the segments stay until the last users are done.
+  std::vector<CUevent> events;
+  const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
+  if (on_device) {
+    bool all_recorded = true;
+    deferred_.push_back({{}, {comm_stream_->get()}, nullptr});
+    for (const Use& use : std::exchange(deferred_, {})) all_recorded = wait_for_users(use) && all_recorded;
+    if (!all_recorded) new std::shared_ptr<Heap>(heap_);  // nothing tells when its users are done: kept for good
+    for (auto& [stream, queue] : waiting_) {
+      for (const Waiting& entry : queue) events.push_back(entry.event);
+    }
+  }
+  drop_behind({heap_, comm_stream_}, events_, std::move(events));
+}
+
+Block DeviceHeap::allocate(std::size_t bytes, Stream first_user) {
+  take_back_leases();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return {};
+  if (Block block = reuse_in_capture(bytes, first_user)) return block;
+  if (num_unseen_ < kUnseenBlocks && bytes < kSmallBytes) {
+    if (Block block = heap_->allocate(bytes)) return block;
+  }
+  reclaim();
+  return heap_->allocate(bytes);
+}
+
+Block DeviceHeap::allocate_largest(std::size_t max_bytes, Stream first_user) {
+  take_back_leases();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return {};
+  if (Block block = reuse_in_capture(max_bytes, first_user)) return block;
+  reclaim();
+  return heap_->allocate_largest(max_bytes);
+}
+
+bool DeviceHeap::settle(double seconds) {
+  drop_retired();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (;;) {
+    take_back_leases();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      reclaim();
+      const bool in_use =
+          std::any_of(waiting_.begin(), waiting_.end(), [](const auto& q) { return !q.second.empty(); });
+      if (!in_use && deferred_.empty()) return true;
+    }
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+// The block of an earlier user in the same capture, its users made predecessors of what comes on `first_user`.
+Block DeviceHeap::reuse_in_capture(std::size_t bytes, Stream first_user) {
+  const Capture capture = capture_of(first_user);
+  if (!capture.active) return {};
+  const auto known = leases_.find(capture.id);
+  const std::shared_ptr<Lease> lease = known == leases_.end() ? nullptr : known->second.lock();
+  if (!lease) return {};
+  auto best = lease->idle.end();
+  for (auto entry = lease->idle.begin(); entry != lease->idle.end(); ++entry) {
+    if (entry->block.bytes >= bytes && (best == lease->idle.end() || entry->block.bytes < best->block.bytes))
+      best = entry;
+  }
+  if (best == lease->idle.end()) return {};
+  for (const CUevent event : best->users) {
+    check(driver().cuStreamWaitEvent(static_cast<CUstream>(first_user), event, 0), "cuStreamWaitEvent");
+  }
+  for (const CUevent event : best->users) events_->give(event);
+  const Block block = best->block;
+  lease->idle.erase(best);
+  dropped_bytes_ -= block.bytes;
+  // Until own() it belongs to nobody but the lease; own() finds the lease again by the capture.
+  return block;
+}
+
+void DeviceHeap::shrink(Block& block, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // What the graph may write must not go to others; leases hold whole blocks.
+  if (capture_of(comm_stream_->get()).active) return;
+  heap_->shrink(block, bytes);
+}
+
+std::vector<Block> DeviceHeap::split(const Block& block, const std::vector<std::size_t>& offsets) {
+  return heap_->split(block, offsets);
+}
+
+void DeviceHeap::free(const Block& block) { heap_->free(block); }
+
+std::shared_ptr<DeviceHeap::Lease> DeviceHeap::lease_for(Stream stream) {
+  const Capture capture = capture_of(stream);
+  if (!capture.active) return nullptr;
+  std::weak_ptr<Lease>& known = leases_[capture.id];
+  if (auto lease = known.lock()) return lease;
+  auto lease = std::make_shared<Lease>();
+  lease->heap = shared_from_this();
+  lease->capture = capture.id;
+  auto holder = std::make_unique<std::shared_ptr<Lease>>(lease);
+  CUuserObject object;
+  check(driver().cuUserObjectCreate(&object, holder.get(), &DeviceHeap::graph_is_gone, 1,
+                                    CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
+        "cuUserObjectCreate");
+  holder.release();  // graph_is_gone has it
+  const CUresult retained = driver().cuGraphRetainUserObject(capture.graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE);
+  if (retained != CUDA_SUCCESS) driver().cuUserObjectRelease(object, 1);
+  check(retained, "cuGraphRetainUserObject");
+  known = lease;
+  return lease;
+}
+
+void DeviceHeap::graph_is_gone(void* lease) {
+  const std::unique_ptr<std::shared_ptr<Lease>> holder(static_cast<std::shared_ptr<Lease>*>(lease));
+  GoneLeases& gone = gone_leases();
+  const std::lock_guard<std::mutex> lock(gone.mutex);
+  gone.list.push_back(std::move(*holder));
+}
+
+void DeviceHeap::take_back_leases() noexcept {
+  std::vector<std::shared_ptr<void>> list;
+  {
+    GoneLeases& gone = gone_leases();
+    const std::lock_guard<std::mutex> lock(gone.mutex);
+    if (gone.list.empty()) return;
+    list.swap(gone.list);
+  }
+  for (const std::shared_ptr<void>& entry : list) {
+    const auto lease = std::static_pointer_cast<Lease>(entry);
+    const std::shared_ptr<DeviceHeap> heap = std::move(lease->heap);  // may be its last user
+    heap->return_lease(lease);
+  }
+}
+
+// Launches of the graph ran on streams that nobody told us; CUDA has let go of it after the last one.
+void DeviceHeap::return_lease(const std::shared_ptr<Lease>& lease) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  lease->gone = true;
+  leases_.erase(lease->capture);
+  for (const Lease::Idle& entry : std::exchange(lease->idle, {})) {
+    for (const CUevent event : entry.users) events_->give(event);
+    deferred_.push_back({entry.block, {comm_stream_->get()}, nullptr});
+  }
+}
+
+std::shared_ptr<void> DeviceHeap::own(const Block& block, Stream stream) {
+  if (!block) return std::make_shared<char>();
+  Use use{block, {stream}, nullptr};
+  add_stream(use.streams, comm_stream_->get());
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    use.lease = lease_for(stream);
+    if (!use.lease) use.lease = lease_for(comm_stream_->get());
+    uses_.insert_or_assign(block.ptr, std::move(use));
+  }
+  return std::shared_ptr<void>(block.ptr, [self = shared_from_this(), ptr = block.ptr](void*) {
+    if (self->forks_ == fork_count()) self->drop(ptr);  // a child's copy of the lock may be held by nobody
+  });
+}
+
+bool DeviceHeap::record_stream(const void* ptr, Stream stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  char* address = static_cast<char*>(const_cast<void*>(ptr));
+  auto use = uses_.upper_bound(address);
+  if (use == uses_.begin()) return false;
+  --use;
+  if (address >= use->first + use->second.block.bytes) return false;
+  add_stream(use->second.streams, stream);
+  return true;
+}
+
+void DeviceHeap::drop(char* ptr) noexcept {
+  const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
+  if (!on_device) return;  // the driver is gone: the process is ending
+  try {
+    const Stream here = current_stream_ ? current_stream_() : comm_stream_->get();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto owned = uses_.find(ptr);
+    if (owned == uses_.end()) return;
+    Use use = std::move(owned->second);
+    uses_.erase(owned);
+    add_stream(use.streams, here);
+    dropped_bytes_ += use.block.bytes;
+    num_unseen_ += use.block.bytes < kSmallBytes ? 1 : kUnseenBlocks;
+    drop_use(std::move(use));
+  } catch (...) {  // no memory, or a device that has failed: the block stays out of use
+  }
+}
+
+void DeviceHeap::drop_use(Use use) {
+  const OutsideCapture outside_capture;
+  if (use.lease && !use.lease->gone) {
+    Lease::Idle idle{use.block, {}};
+    bool capturing = false;
+    for (const Stream stream : use.streams) {
+      const Capture capture = capture_of(stream);
+      if (!capture.active || capture.id != use.lease->capture) continue;
+      capturing = true;
+      const CUevent event = events_->take();
+      idle.users.push_back(event);
+      check(driver().cuEventRecord(event, static_cast<CUstream>(stream)), "cuEventRecord");
+    }
+    // With the capture over, nothing can come behind its users any more: the graph keeps the block to its end.
+    if (!capturing) idle.users.clear();
+    use.lease->idle.push_back(std::move(idle));
+    return;
+  }
+  use.lease.reset();
+  // Events recorded now would go into the capture; later ones are as good.
+  const bool captured = std::any_of(use.streams.begin(), use.streams.end(), [](Stream stream) {
+    const Capture capture = capture_of(stream);
+    return capture.active || !capture.known;
+  });
+  if (captured || !wait_for_users(use)) deferred_.push_back(std::move(use));
+}
+
+// Records an event on every user. False, and nothing done, if that cannot be done.
+bool DeviceHeap::wait_for_users(const Use& use) {
+  const OutsideCapture outside_capture;
+  auto dropped = std::make_shared<Dropped>(Dropped{use.block, static_cast<int>(use.streams.size())});
+  std::vector<CUevent> events;
+  for (const Stream stream : use.streams) {
+    events.push_back(events_->take());
+    if (driver().cuEventRecord(events.back(), static_cast<CUstream>(stream)) == CUDA_SUCCESS) continue;
+    for (const CUevent event : events) events_->give(event);
+    return false;
+  }
+  for (std::size_t i = 0; i < events.size(); ++i) waiting_[use.streams[i]].push_back({events[i], dropped});
+  return true;
+}
+
+// Takes back what is done. Events of one stream complete in order, so a few looks find how many have.
+void DeviceHeap::reclaim() noexcept {
+  num_unseen_ = 0;
+  if (waiting_.empty() && deferred_.empty()) return;
+  const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
+  if (!on_device) return;
+  const OutsideCapture outside_capture;
+  try {
+    for (Use& use : std::exchange(deferred_, {})) drop_use(std::move(use));
+  } catch (...) {  // as in drop()
+  }
+  for (auto queue = waiting_.begin(); queue != waiting_.end();) {
+    std::deque<Waiting>& entries = queue->second;
+    const auto is_done = [](const Waiting& entry) { return driver().cuEventQuery(entry.event) == CUDA_SUCCESS; };
+    const auto busy =
+        is_done(entries.back()) ? entries.end() : std::partition_point(entries.begin(), entries.end() - 1, is_done);
+    for (auto entry = entries.begin(); entry != busy; ++entry) {
+      events_->give(entry->event);
+      Dropped& dropped = *entry->dropped;
+      if (--dropped.num_events > 0) continue;
+      dropped_bytes_ -= dropped.block.bytes;
+      heap_->free(dropped.block);
+    }
+    entries.erase(entries.begin(), busy);
+    queue = entries.empty() ? waiting_.erase(queue) : std::next(queue);
+  }
+}
+
+MemoryStats DeviceHeap::stats() {
+  drop_retired();
+  take_back_leases();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  reclaim();
+  MemoryStats stats = heap_->stats();
+  stats.quarantined_bytes += static_cast<std::int64_t>(dropped_bytes_);
+  return stats;
+}
+
+void DeviceHeap::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+}
+
+}  // namespace deep_moe::cuda

@@ -1,0 +1,114 @@
+// The heap of one rank on a GPU: blocks of device segments that are reused only behind the streams that used them.
+//
+// A block that is handed out has users: the stream it was handed out on, the rank's comm stream, streams added by
+// record_stream, and the current stream of the thread that drops it. Dropping it records an event on each; the block is
+// free once all have completed. Nothing waits for the device, and no lock is held during a wait.
+//
+// A block handed out while its stream is captured belongs to that capture: dropped, it is reused only inside the same
+// capture, behind its users, and is free once the graph and all its executables are gone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda/device.hpp"
+#include "runtime/heap.hpp"
+
+struct CUevent_st;  // CUDA's
+
+namespace deep_moe::cuda {
+
+class EventPool;
+class OwnStream;
+
+class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
+ public:
+  // `current_stream` (may be empty) tells the calling thread's current stream of the device, for deleters.
+  DeviceHeap(std::shared_ptr<Heap> heap, std::shared_ptr<OwnStream> comm_stream,
+             std::function<Stream()> current_stream);
+  ~DeviceHeap();
+  DeviceHeap(const DeviceHeap&) = delete;
+  DeviceHeap& operator=(const DeviceHeap&) = delete;
+
+  // As Heap's, after blocks whose users are done have been taken back. `first_user` is the stream whose work will use
+  // the block first: captured, it may get a block that was dropped in the same capture. While the comm stream is
+  // captured shrink does nothing. No growth here: a segment has to reach the peers first (DeviceWorld).
+  Block allocate(std::size_t bytes, Stream first_user);
+  Block allocate_largest(std::size_t max_bytes, Stream first_user);
+  // Waits up to `seconds` for blocks that were dropped but are still in use; true if there are none any more. Useful
+  // before giving up for want of memory.
+  bool settle(double seconds);
+  void shrink(Block& block, std::size_t bytes);
+  std::vector<Block> split(const Block& block, const std::vector<std::size_t>& offsets);
+  // A block that was neither owned nor used.
+  void free(const Block& block);
+
+  // Owner for a tensor in `block` that is handed out on `stream`. The last copy's end drops the block; in a forked
+  // child that does nothing.
+  std::shared_ptr<void> own(const Block& block, Stream stream);
+  // Adds a user to the owned block that [ptr, ptr + bytes) lies in; false if there is none.
+  bool record_stream(const void* ptr, Stream stream);
+
+  // See Heap.
+  void quarantine(const Block& block) { heap_->quarantine(block); }
+  void release_quarantine() { heap_->release_quarantine(); }
+  bool locate(const void* ptr, std::size_t bytes, int* segment, std::size_t* offset) const {
+    return heap_->locate(ptr, bytes, segment, offset);
+  }
+  // Live blocks are those that cannot be reused yet; quarantined_bytes is the part of them that no tensor holds.
+  MemoryStats stats();
+
+  // From here on there are no more blocks. What has been handed out lives on.
+  void close();
+
+ private:
+  struct Lease;  // what one capture holds
+  struct Use {   // an owned block
+    Block block;
+    std::vector<Stream> streams;
+    std::shared_ptr<Lease> lease;  // null outside captures
+  };
+  struct Dropped {  // a block that waits for events
+    Block block;
+    int num_events;
+  };
+  struct Waiting {  // one of them
+    CUevent_st* event;
+    std::shared_ptr<Dropped> dropped;
+  };
+  static void graph_is_gone(void* lease);
+  static void take_back_leases() noexcept;
+
+  std::shared_ptr<Lease> lease_for(Stream stream);
+  Block reuse_in_capture(std::size_t bytes, Stream first_user);
+  void drop(char* ptr) noexcept;
+  void drop_use(Use use);
+  bool wait_for_users(const Use& use);
+  void reclaim() noexcept;
+  void return_lease(const std::shared_ptr<Lease>& lease);
+
+  const std::shared_ptr<Heap> heap_;
+  const std::shared_ptr<OwnStream> comm_stream_;
+  const std::function<Stream()> current_stream_;
+  const std::shared_ptr<EventPool> events_;
+  const std::uint64_t forks_;
+
+  std::mutex mutex_;
+  bool closed_ = false;
+  std::map<char*, Use> uses_;                                // owned blocks by address
+  std::unordered_map<Stream, std::deque<Waiting>> waiting_;  // by stream, in the order of recording
+  std::vector<Use> deferred_;                                // dropped while a user was captured: no events yet
+  std::map<std::uint64_t, std::weak_ptr<Lease>> leases_;     // by capture
+  int num_unseen_ = 0;                                       // dropped since the last reclaim()
+  std::size_t dropped_bytes_ = 0;                            // in waiting_, deferred_ and leases
+};
+
+}  // namespace deep_moe::cuda

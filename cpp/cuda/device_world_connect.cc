@@ -1,0 +1,210 @@
+// The constructor of a DeviceWorld: the only place where the user's process group is used.
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <set>
+
+#include <deep_moe/error.hpp>
+
+#include "cuda/device_world.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/retire.hpp"
+#include "runtime/process.hpp"
+#include "runtime/text.hpp"
+
+namespace deep_moe::cuda {
+namespace {
+
+constexpr std::uint32_t kProtocolVersion = 1;
+
+// What ranks tell each other first.
+struct Hello {
+  std::uint32_t protocol;
+  std::uint32_t failed;
+  std::uint64_t uid;
+  std::uint64_t process;  // equal for ranks that are threads of one process
+  std::uint64_t machine;  // equal for ranks of one boot of one machine
+  std::array<char, 16> device;
+  char socket_name[96];
+  std::uint32_t num_reason_bytes;
+  char reason[layout::kReasonBytes];
+};
+
+struct Status {
+  std::uint32_t failed;
+  std::uint32_t num_reason_bytes;
+  char reason[layout::kReasonBytes];
+};
+
+template <typename Record>
+void set_reason(const std::exception& error, Record* record) {
+  record->failed = 1;
+  record->num_reason_bytes = copy_text(error.what(), record->reason, sizeof(record->reason));
+}
+
+template <typename Record>
+void throw_failure(int rank, const Record& record) {
+  if (record.failed)
+    throw Error("rank " + std::to_string(rank) +
+                " could not make its Buffer: " + std::string(record.reason, record.num_reason_bytes));
+}
+
+// Loading a kernel while another one waits may have to wait for that one: all are loaded before the first can wait.
+void prepare_kernels(int device) {
+  static std::mutex mutex;
+  static auto* prepared = new std::set<int>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (prepared->count(device) != 0) return;
+  const OnDevice on_device(device);
+  kernels::prepare();
+  prepared->insert(device);
+}
+
+int choose_device(int asked) {
+  std::string reason;
+  if (!available(&reason)) throw UnavailableError("no CUDA device can be used: " + reason);
+  driver();
+  if (asked < 0) return current_device();
+  if (asked >= num_devices())
+    throw ArgumentError("device: got " + std::to_string(asked) + ", expected one of the " +
+                        std::to_string(num_devices()) + " GPUs that are visible, counted from 0");
+  return asked;
+}
+
+void check_options(const Bootstrap& bootstrap, const DeviceWorldOptions& options) {
+  if (bootstrap.size > layout::kMaxKernelRanks)
+    throw ArgumentError("ranks: got " + std::to_string(bootstrap.size) + ", expected at most " +
+                        std::to_string(layout::kMaxKernelRanks));
+  if (!(options.timeout_seconds > 0))
+    throw ArgumentError("timeout: got " + std::to_string(options.timeout_seconds) + " s, expected > 0");
+}
+
+}  // namespace
+
+std::shared_ptr<DeviceWorld> make_device_world(const Bootstrap& bootstrap, const DeviceWorldOptions& options) {
+  return std::make_shared<DeviceWorld>(bootstrap, options);
+}
+
+DeviceWorld::DeviceWorld(const Bootstrap& bootstrap, const DeviceWorldOptions& options)
+    : rank_(bootstrap.rank),
+      num_ranks_(bootstrap.size),
+      options_(options),
+      uid_(random_uid()),
+      forks_(fork_count()),
+      peers_(static_cast<std::size_t>(bootstrap.size)) {
+  try {
+    connect(bootstrap);
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+void DeviceWorld::connect(const Bootstrap& bootstrap) {
+  const auto gather = [&](const auto& mine) {
+    using Entry = std::decay_t<decltype(mine)>;
+    std::vector<Entry> all(static_cast<std::size_t>(num_ranks_));
+    bootstrap.all_gather(&mine, all.data(), sizeof(Entry));
+    return all;
+  };
+
+  Hello hello{};
+  hello.protocol = kProtocolVersion;
+  hello.uid = uid_;
+  hello.process = process_uid();
+  hello.machine = machine_uid();
+  const std::size_t table_at = layout::align_up(layout::device_workspace_bytes(num_ranks_), layout::kAlign);
+  const std::size_t mirror_at = layout::align_up(layout::host_words_bytes(num_ranks_), layout::kAlign);
+  const std::size_t table_bytes = sizeof(char*) * static_cast<std::size_t>(num_ranks_ * layout::kMaxSegments);
+  std::exception_ptr own_error;
+  try {
+    check_options(bootstrap, options_);
+    device_ = choose_device(options_.device);
+    hello.device = device_uuid(device_);
+    channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);
+    std::memcpy(hello.socket_name, channel_->name().c_str(), channel_->name().size() + 1);
+    drop_retired();
+    prepare_kernels(device_);
+    comm_stream_ = std::make_shared<OwnStream>(device_, true);
+    copy_stream_ = std::make_shared<OwnStream>(device_, true);
+    words_ = std::make_shared<MappedWords>(device_, mirror_at + table_bytes);
+    workspace_ = DeviceSegment::create(device_, table_at + table_bytes, options_.memory);
+    table_ = reinterpret_cast<char**>(workspace_->base() + table_at);
+    table_mirror_ = reinterpret_cast<char**>(words_->host() + mirror_at);
+    const OnDevice on_device(device_);
+    check(driver().cuMemsetD8Async(to_device(workspace_->base()), 0, workspace_->bytes(),
+                                   static_cast<CUstream>(copy_stream_->get())),
+          "cuMemsetD8Async");  // the first entry of the table is copied behind it, and waited for
+  } catch (const std::exception& error) {
+    own_error = std::current_exception();
+    set_reason(error, &hello);
+  }
+  const std::vector<Hello> all = gather(hello);
+  if (own_error) std::rethrow_exception(own_error);
+  std::vector<std::string> names;
+  std::vector<bool> wanted;
+  std::uint64_t group_uid = 0;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    const Hello& theirs = all[peer];
+    const std::string who = "rank " + std::to_string(peer);
+    throw_failure(peer, theirs);
+    if (theirs.protocol != kProtocolVersion)
+      throw Error(who + " runs another version of deep_moe (protocol " + std::to_string(theirs.protocol) + ", here " +
+                  std::to_string(kProtocolVersion) + ")");
+    if (theirs.machine != hello.machine)
+      throw Error(who + " is on another machine than rank " + std::to_string(rank_) +
+                  ": device memory is shared between the ranks of one machine only");
+    peers_[peer].uid = theirs.uid;
+    peers_[peer].local = theirs.process == hello.process;
+    names.emplace_back(theirs.socket_name);
+    wanted.push_back(true);
+    group_uid = group_uid * 31 + theirs.uid;
+  }
+
+  Status status{};
+  try {
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      peers_[peer].device = find_device(all[peer].device);
+      try {
+        if (peers_[peer].device >= 0) check_peer_access(device_, peers_[peer].device);
+      } catch (const Error& error) {
+        throw Error(name_of(rank_) + " cannot reach " + name_of(peer) + ": " + error.what());
+      }
+    }
+    channel_->connect(names, wanted, group_uid, options_.timeout_seconds);
+    heap_ = std::make_shared<Heap>(
+        options_.max_heap_bytes,
+        [this](int id, const std::shared_ptr<Segment>& segment) { announce_segment(id, segment); },
+        [this](std::size_t bytes) -> std::shared_ptr<Segment> {
+          if (num_segments_ >= layout::kMaxSegments)
+            throw Error("there are " + std::to_string(layout::kMaxSegments) + " segments already");
+          return DeviceSegment::create(device_, bytes, options_.memory);
+        });
+    device_heap_ = std::make_shared<DeviceHeap>(heap_, comm_stream_, options_.current_stream);
+    heap_->append_foreign(workspace_);
+    std::string reason;
+    if (options_.heap_bytes > 0 && !heap_->grow(options_.heap_bytes, &reason))
+      throw BufferTooSmallError("num_nvl_bytes=" + std::to_string(options_.heap_bytes) + ": " + reason);
+  } catch (const std::exception& error) {
+    own_error = std::current_exception();
+    set_reason(error, &status);
+  }
+  const std::vector<Status> statuses = gather(status);
+  if (own_error) std::rethrow_exception(own_error);
+  for (int peer = 0; peer < num_ranks_; ++peer) throw_failure(peer, statuses[peer]);
+
+  const Growth growth = run_round({});
+  for (const std::string& reason : growth.reasons) {
+    if (!reason.empty()) throw Error(reason);
+  }
+  domain_.rank = rank_;
+  domain_.num_ranks = num_ranks_;
+  domain_.words = layout::DeviceLayout(num_ranks_);
+  domain_.host_words = layout::HostLayout(num_ranks_);
+  for (int peer = 0; peer < num_ranks_; ++peer)
+    domain_.workspaces[peer] = peer == rank_ ? workspace_->base() : peers_[peer].segments.at(0)->base();
+  domain_.host = words_->device();
+  domain_.timeout_ns = static_cast<std::uint64_t>(std::min(options_.timeout_seconds, 1e9) * 1e9);
+}
+
+}  // namespace deep_moe::cuda

@@ -1,0 +1,125 @@
+#include "cuda/mapped_words.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include <deep_moe/error.hpp>
+
+#include "cuda/driver.hpp"
+#include "layout/workspace.hpp"
+#include "runtime/process.hpp"
+
+namespace deep_moe::cuda {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr auto kShortestNap = std::chrono::microseconds(10);
+constexpr auto kLongestNap = std::chrono::microseconds(500);
+constexpr auto kLookForLife = std::chrono::milliseconds(20);
+constexpr auto kLookForInterrupts = std::chrono::milliseconds(50);
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+constexpr std::size_t kPageBytes = 4096;
+
+struct Kept {
+  std::mutex mutex;
+  std::multimap<std::size_t, char*> by_bytes;
+};
+
+Kept& kept() {
+  static auto* kept = new Kept;
+  return *kept;
+}
+
+}  // namespace
+
+MappedWords::MappedWords(int device, std::size_t bytes)
+    : bytes_(layout::align_up(bytes, kPageBytes)), forks_(fork_count()) {
+  const OnDevice on_device(device);
+  const OutsideCapture outside_capture;
+  {
+    Kept& all = kept();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.by_bytes.find(bytes_);
+    if (found != all.by_bytes.end()) {
+      host_ = found->second;
+      all.by_bytes.erase(found);
+    }
+  }
+  if (host_ == nullptr) {
+    void* memory = nullptr;
+    check(driver().cuMemHostAlloc(&memory, bytes_, CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_PORTABLE),
+          "cuMemHostAlloc", " for " + std::to_string(bytes_) + " bytes");
+    host_ = static_cast<char*>(memory);
+  }
+  CUdeviceptr mapped = 0;
+  const CUresult status = driver().cuMemHostGetDevicePointer(&mapped, host_, 0);
+  if (status != CUDA_SUCCESS) keep();
+  check(status, "cuMemHostGetDevicePointer");
+  mapped_ = to_pointer(mapped);
+  std::memset(host_, 0, bytes_);
+}
+
+void MappedWords::keep() noexcept {
+  Kept& all = kept();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.by_bytes.emplace(bytes_, host_);
+}
+
+MappedWords::~MappedWords() {
+  if (forks_ == fork_count()) keep();
+}
+
+void poll_until(const WaitRules& rules, const char* phase, const std::function<int()>& first_missing,
+                const std::function<std::string(int)>& describe) {
+  if (first_missing() < 0) return;
+  const auto start = Clock::now();
+  const auto deadline =
+      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(rules.timeout_seconds));
+  while (Clock::now() - start < kSpin) {
+    for (int i = 0; i < 16; ++i) {
+      if (first_missing() < 0) return;
+      pause_cpu();
+    }
+  }
+  auto nap = std::chrono::duration_cast<Clock::duration>(kShortestNap);
+  auto last_interrupt_check = start, last_look_for_life = start;
+  for (;;) {
+    const int blamed = first_missing();
+    if (blamed < 0) return;
+    const auto who = [&] { return "rank " + std::to_string(blamed) + " in " + phase + ": " + describe(blamed); };
+    const auto now = Clock::now();
+    if (now - last_look_for_life >= kLookForLife && rules.peer_gone) {
+      last_look_for_life = now;
+      std::string how;
+      // What the peer wrote before it went is still seen: look once more after its end was noticed.
+      if (blamed != rules.rank && rules.peer_gone(blamed, &how) && first_missing() == blamed)
+        throw PeerLostError("rank " + std::to_string(blamed) + " " + how + " while rank " + std::to_string(rules.rank) +
+                            " waited for " + who());
+    }
+    if (now >= deadline)
+      throw TimeoutError("rank " + std::to_string(rules.rank) + " waited " +
+                         std::to_string(std::chrono::duration<double>(now - start).count()) + " s for " + who());
+    if (rules.interrupt_check && now - last_interrupt_check >= kLookForInterrupts) {
+      last_interrupt_check = now;
+      rules.interrupt_check();
+    }
+    std::this_thread::sleep_for(std::min(nap, deadline - now));
+    nap = std::min<Clock::duration>(nap * 2, kLongestNap);
+  }
+}
+
+}  // namespace deep_moe::cuda

@@ -1,0 +1,305 @@
+// Dispatch, as parts: where rows go, how a row gets there with the copy engine and without, what travels with it.
+// README.md beside this file has the words and the order among them; comments name its steps.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/api.hpp"
+#include "kernels/protocol/bytes.cuh"
+#include "kernels/protocol/call.cuh"
+#include "kernels/ptx/tma.cuh"
+#include "kernels/tuning.hpp"
+#include "layout/experts.hpp"
+#include "layout/rows.hpp"
+
+namespace deep_moe::kernels {
+
+// The arguments, and what the host derives from them.
+struct DispatchParams {
+  DispatchArgs args;
+  layout::RowFormat format;
+  int chunk_bytes = 16;  // of a row, but for its last chunk
+  int num_chunks = 1;
+  int x_alignment = 16;
+  int wide_item_bytes = 0;  // size of the items as which scales without gaps may travel, if no receiver wants columns
+};
+
+// Where one destination takes rows.
+struct Target {
+  char* x;
+  char* scales;
+  char* ids;
+  float* weights;
+  std::int32_t* src_idx;
+  std::int64_t block_rows;  // rows that its block is laid out for
+  std::int32_t first_row;   // of this rank's rows there
+  std::int32_t first_expert;
+  std::int32_t num_local_experts;
+  std::int32_t column_scales;
+};
+
+// Dynamic shared memory. The same struct on both sides.
+struct DispatchShared {
+  std::size_t barriers, targets, destinations, total;
+
+  DM_HOST_DEVICE DispatchShared(bool tma, int num_warps, int num_ranks) {
+    const std::size_t stages = tma ? static_cast<std::size_t>(num_warps) * DispatchTuning::kStages : 0;
+    barriers = stages * DispatchTuning::kChunkBytes;
+    targets = barriers + stages * sizeof(std::uint64_t);
+    destinations = targets + sizeof(Target) * static_cast<std::size_t>(num_ranks);
+    total = destinations + sizeof(char*) * static_cast<std::size_t>(num_warps * num_ranks);
+  }
+};
+
+// R1: from counts and places to addresses, for one destination. False: its segment has no address here.
+__device__ __forceinline__ bool aim(const WaitScope& scope, const DispatchParams& params, int dst, Target* target) {
+  const DispatchArgs& args = params.args;
+  const int rank = scope.domain.rank, num_ranks = scope.domain.num_ranks;
+  const std::int32_t* prefix = args.rank_prefix_matrix;
+  const layout::Place place = announcement(scope, dst).place;
+  const std::int32_t total_rows = prefix[(num_ranks - 1) * num_ranks + dst];
+  const std::int32_t first_row = rank > 0 ? prefix[(rank - 1) * num_ranks + dst] : 0;
+  *target = Target{};
+  target->first_row = first_row;
+  if (args.ids.topk > 0) {
+    const layout::ExpertBlocks experts(args.num_experts, num_ranks);
+    target->first_expert = experts.first_expert(dst);
+    target->num_local_experts = experts.num_local_experts(dst);
+  }
+  target->column_scales = (place.flags & layout::kPlaceColumnScales) != 0;
+  target->block_rows = (place.flags & layout::kPlaceHard) ? place.capacity : total_rows;
+  const bool is_mine = dst == rank && target->block_rows > 0;                // with a tail to fill
+  if (prefix[rank * num_ranks + dst] == first_row && !is_mine) return true;  // no rows of ours
+
+  const layout::RecvBlock block(params.format, target->block_rows);
+  char* base = place_address(scope, args.segment_bases, dst, place);
+  if (base == nullptr) return false;
+  target->x = base + block.x;
+  target->scales = base + block.scales;
+  target->ids = base + block.topk_idx;
+  target->weights = reinterpret_cast<float*>(base + block.topk_weights);
+  target->src_idx = reinterpret_cast<std::int32_t*>(base + block.src_idx);
+  return true;
+}
+
+// Whether the places of a cached dispatch hold the rows that its handle promises.
+__device__ __forceinline__ layout::NotifyOutcome check_places(const WaitScope& scope, const std::int32_t* prefix) {
+  using layout::NotifyOutcome;
+  const int num_ranks = scope.domain.num_ranks, dst = static_cast<int>(threadIdx.x);
+  bool too_small = false, hard = false;
+  if (dst < num_ranks) {
+    const layout::Place& place = announcement(scope, dst).place;
+    too_small = prefix[(num_ranks - 1) * num_ranks + dst] > place.capacity;
+    hard = too_small && (place.flags & layout::kPlaceHard);
+  }
+  if (__syncthreads_or(hard)) return NotifyOutcome::kTooSmallHard;
+  return __syncthreads_or(too_small) ? NotifyOutcome::kTooSmall : NotifyOutcome::kRowsFit;
+}
+
+// Scales as items, narrow ones where some receiver wants columns.
+struct ScaleItems {
+  const char* data;
+  std::int64_t row_stride, item_stride;
+  int item_bytes, num_items;
+
+  __device__ ScaleItems(const DispatchParams& params, bool any_columns) {
+    const ScaleRows& scales = params.args.scales;
+    data = static_cast<const char*>(scales.data);
+    row_stride = scales.row_stride;
+    const bool wide = params.wide_item_bytes > scales.item_bytes && !any_columns;
+    item_bytes = wide ? params.wide_item_bytes : scales.item_bytes;
+    item_stride = wide ? params.wide_item_bytes : scales.item_stride;
+    num_items = wide ? static_cast<int>(params.format.scale_bytes / params.wide_item_bytes)
+                     : static_cast<int>(scales.num_items);
+  }
+  __device__ std::uint64_t load(std::int64_t token, int item) const {
+    return load_item(data + token * row_stride + item * item_stride, item_bytes);
+  }
+  __device__ void store(const Target& target, std::int64_t row, std::int64_t row_bytes, int item,
+                        std::uint64_t value) const {
+    const std::int64_t offset =
+        target.column_scales ? (item * target.block_rows + row) * item_bytes : row * row_bytes + item * item_bytes;
+    store_item(target.scales + offset, value, item_bytes);
+  }
+};
+
+// What a warp has read of a token ahead of sending it, two entries a lane.
+struct TokenWords {
+  static constexpr int kPerLane = 2;
+  static_assert(layout::kMaxTopk <= 32 * kPerLane && layout::kMaxKernelRanks <= 32 * kPerLane);
+  std::int32_t position[kPerLane];
+  std::int64_t id[kPerLane];
+  float weight[kPerLane];
+  std::uint64_t scale[kPerLane];
+
+  // What is there before notify; then what notify has written; then scales.
+  __device__ void load_inputs(const DispatchArgs& args, std::int64_t token) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int n = threadIdx.x % 32 + 32 * i;
+      id[i] = -1, weight[i] = 0;
+      if (token >= args.num_tokens || n >= args.ids.topk) continue;
+      const std::int64_t at = token * args.ids.row_stride + n;
+      id[i] = args.ids.id_bytes == 8 ? static_cast<const std::int64_t*>(args.ids.data)[at]
+                                     : static_cast<const std::int32_t*>(args.ids.data)[at];
+      if (args.topk_weights) weight[i] = args.topk_weights[token * args.weight_stride + n];
+    }
+  }
+  __device__ void load_positions(const DispatchArgs& args, int num_ranks, std::int64_t token) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int n = threadIdx.x % 32 + 32 * i;
+      position[i] =
+          token < args.num_tokens && n < num_ranks ? args.send_position[token * num_ranks + n] : std::int32_t{-1};
+    }
+  }
+  __device__ void load_scales(const DispatchArgs& args, const ScaleItems& scales, std::int64_t token) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int n = threadIdx.x % 32 + 32 * i;
+      scale[i] = token < args.num_tokens && n < scales.num_items ? scales.load(token, n) : 0;
+    }
+  }
+  // The destinations as bits.
+  __device__ std::uint64_t mask() const {
+    return __ballot_sync(0xffffffffu, position[0] >= 0) |
+           static_cast<std::uint64_t>(__ballot_sync(0xffffffffu, position[1] >= 0)) << 32;
+  }
+  __device__ std::int32_t position_at(int rank) const {
+    return __shfl_sync(0xffffffffu, rank < 32 ? position[0] : position[1], rank % 32);
+  }
+};
+
+// R3: all of a token but its row, to one destination. The whole warp.
+__device__ __forceinline__ void store_words(const DispatchParams& params, const ScaleItems& scales,
+                                            const Target& target, const TokenWords& words, std::int64_t token,
+                                            std::int64_t row) {
+  const DispatchArgs& args = params.args;
+  const int lane = threadIdx.x % 32, topk = args.ids.topk;
+  if (lane == 0) target.src_idx[row] = static_cast<std::int32_t>(token);
+#pragma unroll
+  for (int i = 0; i < TokenWords::kPerLane; ++i) {
+    const int n = lane + 32 * i;
+    if (n < topk) {
+      const std::int64_t local = words.id[i] - target.first_expert;
+      const bool is_here = local >= 0 && local < target.num_local_experts;
+      const std::int64_t at = row * topk + n;
+      if (args.ids.id_bytes == 8) {
+        reinterpret_cast<std::int64_t*>(target.ids)[at] = is_here ? local : -1;
+      } else {
+        reinterpret_cast<std::int32_t*>(target.ids)[at] = is_here ? static_cast<std::int32_t>(local) : -1;
+      }
+      if (args.topk_weights) target.weights[at] = is_here ? words.weight[i] : 0.0f;
+    }
+    if (n < scales.num_items) scales.store(target, row, params.format.scale_bytes, n, words.scale[i]);
+  }
+  for (int n = lane + 32 * TokenWords::kPerLane; n < scales.num_items; n += 32)
+    scales.store(target, row, params.format.scale_bytes, n, scales.load(token, n));
+}
+
+// R2 with the copy engine: rows pass through a ring of chunks in shared memory, loads ahead of stores. One lane a warp.
+class RowPipe {
+ public:
+  __device__ RowPipe(const DispatchParams& params, char* stages, std::uint64_t* barriers)
+      : params_(params), stages_(stages), barriers_(barriers) {}
+
+  // Loads as far ahead as the ring allows: the rest of `current`, then `next`.
+  __device__ void load_ahead(std::int64_t current, std::int64_t next) {
+    const DispatchArgs& args = params_.args;
+    while (loaded_ - stored_ < DispatchTuning::kStages - 1) {
+      const bool of_next = ahead_ >= params_.num_chunks;
+      const std::int64_t token = of_next ? next : current;
+      const int chunk = of_next ? ahead_ - params_.num_chunks : ahead_;
+      if (chunk >= params_.num_chunks || token >= args.num_tokens) return;
+      const int stage = static_cast<int>(loaded_ % DispatchTuning::kStages);
+      const std::int64_t offset = static_cast<std::int64_t>(chunk) * params_.chunk_bytes;
+      ptx::mbarrier_arrive_expect_tx(barriers_ + stage, bytes_of(chunk));
+      ptx::bulk_load(stage_at(stage), static_cast<const char*>(args.x) + token * args.row_stride + offset,
+                     bytes_of(chunk), barriers_ + stage);
+      ++loaded_, ++ahead_;
+    }
+  }
+
+  // Stores the row of `current` at all destinations. False: the block must leave.
+  __device__ bool send(const WaitScope& scope, std::int64_t current, std::int64_t next, char* const* destinations,
+                       int num_destinations) {
+    load_ahead(current, next);
+    for (int chunk = 0; chunk < params_.num_chunks; ++chunk) {
+      if (!wait(scope)) return false;
+      const int stage = static_cast<int>(stored_ % DispatchTuning::kStages);
+      const std::int64_t offset = static_cast<std::int64_t>(chunk) * params_.chunk_bytes;
+      for (int i = 0; i < num_destinations; ++i)
+        ptx::bulk_store(destinations[i] + offset, stage_at(stage), bytes_of(chunk));
+      ptx::bulk_commit_group();
+      ++stored_;
+      // The group before this one has let go of its chunk, which the next load fills.
+      ptx::bulk_wait_group_read<1>();
+      load_ahead(current, next);
+    }
+    ahead_ -= params_.num_chunks;
+    return true;
+  }
+
+  // Waits for what was loaded and will not be stored.
+  __device__ void drain(const WaitScope& scope) {
+    while (stored_ != loaded_ && wait(scope)) ++stored_;
+  }
+
+ private:
+  // For the next chunk in order.
+  __device__ bool wait(const WaitScope& scope) const {
+    std::uint64_t* barrier = barriers_ + stored_ % DispatchTuning::kStages;
+    const std::uint32_t parity = stored_ / DispatchTuning::kStages % 2;
+    std::uint64_t seen;
+    return wait_until(
+        scope, layout::WaitPhase::kRowLoad, scope.domain.rank, 1,
+        [&] { return std::uint64_t{ptx::mbarrier_try_wait_acquire_cta(barrier, parity)}; },
+        [](std::uint64_t complete) { return complete != 0; }, &seen);
+  }
+  __device__ char* stage_at(int stage) const { return stages_ + stage * DispatchTuning::kChunkBytes; }
+  __device__ std::uint32_t bytes_of(int chunk) const {
+    return static_cast<std::uint32_t>(
+        min(static_cast<std::int64_t>(params_.chunk_bytes),
+            params_.args.row_bytes - static_cast<std::int64_t>(chunk) * params_.chunk_bytes));
+  }
+
+  const DispatchParams& params_;
+  char* stages_;
+  std::uint64_t* barriers_;
+  std::uint32_t loaded_ = 0, stored_ = 0;  // chunks
+  int ahead_ = 0;                          // chunks loaded, from the first of the current token
+};
+
+// R2 without it: the whole warp, through registers.
+__device__ __forceinline__ void copy_row(const DispatchParams& params, std::int64_t token, char* const* destinations,
+                                         int num_destinations) {
+  constexpr int kBatch = DispatchTuning::kVectorsInFlight, kStep = 32 * 16;
+  const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
+  const std::int64_t row_bytes = params.args.row_bytes;
+  for (std::int64_t first = (threadIdx.x % 32) * 16; first < row_bytes; first += kBatch * kStep) {
+    uint4 vectors[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (first + i * kStep < row_bytes) vectors[i] = load_16(row + first + i * kStep, params.x_alignment);
+    for (int d = 0; d < num_destinations; ++d) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i * kStep < row_bytes) ptx::st_weak_16(destinations[d] + first + i * kStep, vectors[i]);
+    }
+  }
+}
+
+// R4: rows of a hard place that nobody sends: ids -1, weights 0, source index -1. All threads of the grid.
+__device__ __forceinline__ void fill_tail(const DispatchParams& params, const Target& mine, std::int64_t arrived) {
+  const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
+  const std::int64_t topk = params.args.ids.topk;
+  const std::int64_t id_words = topk * params.format.idx_bytes / 4;  // -1 is all ones, also in halves
+  std::int32_t* ids = reinterpret_cast<std::int32_t*>(mine.ids);
+  for (std::int64_t i = arrived * id_words + first; i < mine.block_rows * id_words; i += step) ids[i] = -1;
+  if (params.format.weight_bytes > 0)
+    for (std::int64_t i = arrived * topk + first; i < mine.block_rows * topk; i += step) mine.weights[i] = 0.0f;
+  for (std::int64_t i = arrived + first; i < mine.block_rows; i += step) mine.src_idx[i] = -1;
+}
+
+}  // namespace deep_moe::kernels

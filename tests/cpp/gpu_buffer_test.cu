@@ -1,0 +1,139 @@
+// The Buffer on a GPU (unfinished: these run only with DEEP_MOE_CUDA_PREVIEW=1) against the same scalar model as on the CPU: ranks are threads of this process that share one
+// GPU.
+#include <cuda_runtime.h>
+#include <doctest/doctest.h>
+
+#include "gpu_world.cuh"
+#include "high_throughput_model.hpp"
+
+using namespace deep_moe;
+using namespace deep_moe::test;
+
+namespace {
+
+bool no_preview() {
+  if (no_gpu()) return true;
+  if (cuda_transport_compiled()) return false;
+  std::fprintf(stderr, "tests of the GPU Buffer are skipped: DEEP_MOE_CUDA_PREVIEW is not 1\n");
+  return true;
+}
+
+// A rank's own stream; copies go over it, so that no copy waits for another rank's kernel.
+class OwnStreams {
+ public:
+  OwnStreams() { cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~OwnStreams() { cudaStreamDestroy(stream_); }
+
+  BufferOptions options(std::int64_t heap_bytes, double timeout_seconds) const {
+    BufferOptions options;
+    options.device = 0;
+    options.num_nvl_bytes = heap_bytes;
+    options.timeout_seconds = timeout_seconds;
+    options.current_stream = [stream = stream_] { return static_cast<void*>(stream); };
+    return options;
+  }
+
+  Memory memory() const {
+    Memory memory;
+    memory.upload = memory.upload_into_heap = [stream = stream_](Buffer& buffer, const TensorView& view) {
+      Tensor tensor = buffer.empty(view.dtype, {view.shape[0], view.shape[1]});
+      if (view.numel() > 0)
+        cuda(cudaMemcpyAsync(tensor.view.data, view.data, view.num_bytes(), cudaMemcpyHostToDevice, stream));
+      cuda(cudaStreamSynchronize(stream));
+      return tensor;
+    };
+    memory.download = [stream = stream_](const Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      Tensor host = make_host_tensor(DType::kUInt8, {static_cast<std::int64_t>(tensor.view.num_bytes())});
+      if (tensor.view.numel() > 0)
+        cuda(
+            cudaMemcpyAsync(host.view.data, tensor.view.data, tensor.view.num_bytes(), cudaMemcpyDeviceToHost, stream));
+      cuda(cudaStreamSynchronize(stream));
+      return host;
+    };
+    return memory;
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+void on_ranks(int num_ranks, const std::function<void(const Bootstrap&, const OwnStreams&)>& body) {
+  check_all(run_threads(num_ranks, [&](const Bootstrap& bootstrap) {
+    cuda(cudaSetDevice(0));
+    const OwnStreams streams;
+    body(bootstrap, streams);
+  }));
+}
+
+const Shape kShapes[] = {
+    {1, {5}, 64, 4, 2},         {2, {16, 0}, 512, 16, 4},          {2, {0, 0}, 512, 16, 4},
+    {3, {7, 33, 1}, 72, 10, 3}, {4, {100, 65, 63, 5}, 256, 30, 8},
+};
+
+}  // namespace
+
+TEST_CASE("GPU Buffer: dispatch and combine equal the scalar model") {
+  if (no_preview()) return;
+  for (const Shape& shape : kShapes) {
+    CAPTURE(shape.num_ranks);
+    on_ranks(shape.num_ranks, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
+      round_trips(bootstrap, shape, 3, -1, streams.options(64 << 20, 4), streams.memory());
+    });
+  }
+}
+
+TEST_CASE("GPU Buffer: the heap grows from nothing") {
+  if (no_preview()) return;
+  const Shape shape{2, {}, 1024, 24, 4};
+  on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
+    round_trips(bootstrap, shape, 10, 900, streams.options(0, 20), streams.memory());
+  });
+}
+
+TEST_CASE("GPU Buffer: many calls, memory is reused") {
+  if (no_preview()) return;
+  const Shape shape{2, {64, 80}, 256, 16, 4};
+  on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
+    BufferOptions options = streams.options(64 << 20, 20);
+    Buffer buffer(bootstrap, options);
+    for (std::uint64_t step = 0; step < 60; ++step) round_trip(buffer, shape, step, -1, streams.memory());
+    expect(buffer.memory_stats().heap_bytes <= (65 << 20), "the heap has not grown");
+  });
+}
+
+TEST_CASE("GPU Buffer: refusals, different calls and a silent rank are named") {
+  if (no_preview()) return;
+  const Shape shape{2, {24, 24}, 256, 16, 4};
+  on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
+    Buffer buffer(bootstrap, streams.options(64 << 20, 3));
+    const Memory memory = streams.memory();
+    round_trip(buffer, shape, 1, -1, memory);
+    Input input = make_input(shape, buffer.rank(), 1);
+    const Uploaded uploaded = upload(buffer, memory, input, shape);
+    DispatchArgs args = dispatch_args(uploaded, shape);
+    if (buffer.rank() == 1) {
+      args.expert_alignment = 0;
+      expect_throw<ArgumentError>([&] { buffer.dispatch(args); }, "expert_alignment");
+      args.expert_alignment = 1;
+    } else {
+      expect_throw<PeerRefusedError>([&] { buffer.dispatch(args); }, "expert_alignment");
+    }
+    round_trip(buffer, shape, 2, -1, memory);
+    if (buffer.rank() == 1) args.num_experts = 32;
+    expect_throw<CallMismatchError>([&] { buffer.dispatch(args); }, "num_experts=32");
+    args.num_experts = shape.num_experts;
+    args.num_worst_tokens = 0;
+    round_trip(buffer, shape, 3, -1, memory);
+    char none[8] = {}, all[16];
+    bootstrap.all_gather(none, all, 8);
+    if (buffer.rank() == 0) {
+      expect_throw<TimeoutError>([&] { buffer.dispatch(args); }, "rank 1");
+      expect_throw<TimeoutError>([&] { buffer.check(); }, "rank 1");
+    }
+    bootstrap.all_gather(none, all, 8);
+  });
+  int count = 0;
+  CHECK(cudaGetDeviceCount(&count) == cudaSuccess);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+}
