@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -198,14 +199,23 @@ class BufferBase:
         start = whole_number(offset, "offset")
         if start % itemsize != 0:
             raise ValueError(f"offset must be a multiple of {itemsize} bytes for {dtype}, got {start}")
+        total = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        if start > total:
+            raise ValueError(f"offset must be at most the {total} bytes there are, got {start}")
         if size is None:
-            total = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
-            if start > total:
-                raise ValueError(f"offset must be at most the {total} bytes there are, got {start}")
             shape = torch.Size([(total - start) // itemsize])
         else:
-            shape = torch.Size(size)
-        scratch = self.runtime.local_buffer(start, shape.numel() * itemsize, bool(use_rdma_buffer))
+            try:
+                shape = torch.Size(size)
+            except TypeError:
+                raise TypeError(f"size must be a sequence of ints, got {type(size).__name__}") from None
+        num_bytes = math.prod(shape) * itemsize
+        if min(shape, default=0) < 0 or num_bytes > total - start:
+            raise ValueError(
+                f"size must be at most the {total - start} bytes there are behind offset {start}, "
+                f"got {list(shape)} of {dtype}"
+            )
+        scratch = self.runtime.local_buffer(start, num_bytes, bool(use_rdma_buffer))
         return scratch.view(dtype).view(shape)
 
     def memory_stats(self) -> dict[str, int]:

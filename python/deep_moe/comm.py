@@ -101,8 +101,10 @@ def thread_comms(num_ranks: int, *, timeout: float = 100.0) -> list[ThreadComm]:
         R communicators; entry r belongs to the thread of rank r. They may be used for any number of Buffers.
 
     Raises:
-        ValueError: ``num_ranks`` is below 1.
+        ValueError: ``num_ranks`` is below 1. TypeError: it is no int.
     """
+    if not isinstance(num_ranks, int):
+        raise TypeError(f"num_ranks must be an int, got {type(num_ranks).__name__}")
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     exchange = _Exchange(num_ranks, timeout)

@@ -71,12 +71,19 @@ def made_up_routes(kind: str, num_tokens: int, num_experts: int, topk: int, seed
 def load_trace(path: str) -> torch.Tensor:
     """Reads a saved top-k array: ``.npy`` or ``.pt``, integers, ``[..., T, K]``; returns ``[N, K] int64``."""
     file = Path(path)
-    if file.suffix == ".npy":
-        trace = torch.from_numpy(np.load(file, allow_pickle=False))
-    elif file.suffix in (".pt", ".pth"):
-        trace = torch.load(file, map_location="cpu", weights_only=True)
-    else:
+    if file.suffix not in (".npy", ".pt", ".pth"):
         raise ValueError(f"trace: got {file.name}; allowed are files that end in .npy, .pt or .pth")
+    try:
+        if file.suffix == ".npy":
+            trace = torch.from_numpy(np.load(file, allow_pickle=False))
+        else:
+            trace = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"trace: there is no file {path}") from None
+    except Exception as error:
+        raise ValueError(
+            f"trace: {file.name} cannot be read as a saved array ({type(error).__name__})"
+        ) from error
     if (
         not isinstance(trace, torch.Tensor)
         or trace.dtype.is_floating_point

@@ -21,7 +21,10 @@ def tokenise(text: str) -> list[str]:
 def load_tokens(path: str | None) -> list[str]:
     """Reads the UTF-8 file ``path`` (None: the text of the package) and returns its tokens, at least one."""
     file = Path(path) if path else DEFAULT_TEXT
-    tokens = tokenise(file.read_text(encoding="utf-8", errors="replace"))
+    try:
+        tokens = tokenise(file.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        raise ValueError(f"text: cannot read {file}: {error.strerror}") from error
     if not tokens:
         raise ValueError(f"text: {file} holds no word; give a file with at least one word")
     return tokens
