@@ -1,5 +1,5 @@
-// The Buffer on a GPU (unfinished: these run only with DEEP_MOE_CUDA_PREVIEW=1) against the same scalar model as on the CPU: ranks are threads of this process that share one
-// GPU.
+// The Buffer on a GPU (unfinished: these run only with DEEP_MOE_CUDA_PREVIEW=1) against the same scalar model as on the
+// CPU: ranks are threads of this process that share one GPU.
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
@@ -18,7 +18,8 @@ bool no_preview() {
   return true;
 }
 
-// A rank's own stream; copies go over it, so that no copy waits for another rank's kernel.
+// A rank's own stream. Copies from and to pageable memory hold the driver while they wait for the work before them,
+// which may be a kernel that waits for a rank that is about to launch: so the stream is waited for first.
 class OwnStreams {
  public:
   OwnStreams() { cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
@@ -37,6 +38,7 @@ class OwnStreams {
     Memory memory;
     memory.upload = memory.upload_into_heap = [stream = stream_](Buffer& buffer, const TensorView& view) {
       Tensor tensor = buffer.empty(view.dtype, {view.shape[0], view.shape[1]});
+      cuda(cudaStreamSynchronize(stream));
       if (view.numel() > 0)
         cuda(cudaMemcpyAsync(tensor.view.data, view.data, view.num_bytes(), cudaMemcpyHostToDevice, stream));
       cuda(cudaStreamSynchronize(stream));
@@ -44,6 +46,7 @@ class OwnStreams {
     };
     memory.download = [stream = stream_](const Tensor& tensor) {
       if (!tensor.defined()) return tensor;
+      cuda(cudaStreamSynchronize(stream));
       Tensor host = make_host_tensor(DType::kUInt8, {static_cast<std::int64_t>(tensor.view.num_bytes())});
       if (tensor.view.numel() > 0)
         cuda(
