@@ -39,7 +39,7 @@ formatted() {
 
 shell_syntax() { local file; for file in ci/*.sh .ci/run; do bash -n "$file" || return 1; done; }
 
-outside_python=(cpp/include cpp/layout cpp/runtime cpp/cpu cpp/kernels)
+outside_python=(cpp/include cpp/layout cpp/runtime cpp/cpu cpp/cuda cpp/kernels)
 check "ruff check" ruff check "${python_files[@]}"
 check "ruff format" ruff format --check "${python_files[@]}"
 check "mypy" mypy
@@ -51,8 +51,8 @@ check "no Python outside cpp/python" forbid "only cpp/python includes Python" \
 check "public headers" forbid "cpp/include includes only itself and the standard library" '#include *"' cpp/include
 check "layout" forbid "cpp/layout includes only itself" '#include *"(runtime|cpu|kernels|python)/' cpp/layout
 check "kernels" forbid "cpp/kernels includes only itself and cpp/layout" '#include *"(runtime|cpu|python)/' cpp/kernels
-check "runtime" forbid "of the kernels, cpp/runtime includes api.hpp alone" \
-  '#include *"kernels/(ptx|protocol|intranode)|#include *"python/' cpp/runtime
+check "host code" forbid "of the kernels, cpp/runtime and cpp/cuda include api.hpp alone" \
+  '#include *"kernels/(ptx|protocol|intranode)|#include *"python/' cpp/runtime cpp/cuda
 check "inline PTX" forbid "inline PTX stands in cpp/kernels/ptx alone" '\basm\b *(volatile)? *\(' \
   $(find cpp/kernels -mindepth 1 -maxdepth 1 ! -name ptx)
 exit "$failed"
