@@ -16,7 +16,7 @@ import deep_moe
 from deep_moe import reference
 
 from ..support.compare import same_bits, same_values
-from ..support.gpu import ONE, WORLDS, World, on_gpu, side_stream
+from ..support.gpu import ONE, WORLDS, World, on_cpu, on_gpu, side_stream
 from ..support.inputs import Case, Inputs, random_rows, rng
 
 pytestmark = pytest.mark.gpus(1)
@@ -196,7 +196,7 @@ def job_graph(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
         call["topk_idx"].copy_(on_gpu(given.topk_idx[rank]))
         call["topk_weights"].copy_(on_gpu(given.topk_weights[rank]))
         graph.replay()
-        seen.append([output.cpu() for output in outputs])
+        seen.append(on_cpu(list(outputs)))
     eager = buffer.dispatch(x, **call)[0]
     torch.cuda.current_stream().synchronize()
     comm.allgather(None)
@@ -277,7 +277,7 @@ def job_two_threads(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
                 )
                 event.current_stream_wait()
                 total = buffer.combine(rows * 2, handle)[0]
-            results[lane] = rows.cpu(), total.cpu()
+            results[lane] = on_cpu((rows, total))
 
     threads = [threading.Thread(target=work, args=(lane,)) for lane in range(2)]
     for thread in threads:

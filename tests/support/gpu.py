@@ -2,7 +2,9 @@
 
 The test process itself never uses CUDA, so that others may still be forked from it. Ranks stay, as those of
 `workers` do, in processes that are spawned when first used. Each rank has a current stream of its own: on one
-that they share, each would wait for the other's call.
+that they share, each would wait for the other's call. And a copy to or from ordinary host memory holds the
+driver until the work in front of it is done, which may be a kernel that waits for another rank: so a stream
+is waited for before anything is copied on it.
 """
 
 from __future__ import annotations
@@ -153,7 +155,9 @@ class OnDevice:
 
         def call(*arguments: Any, **named: Any) -> Any:
             given = [on_gpu(argument) for argument in arguments]
-            return member(*given, **{key: on_gpu(argument) for key, argument in named.items()})
+            result = member(*given, **{key: on_gpu(argument) for key, argument in named.items()})
+            torch.cuda.current_stream().synchronize()  # the program may look at it
+            return result
 
         return call
 
@@ -163,6 +167,7 @@ def on_gpu(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         if argument.is_cuda:
             return argument
+        torch.cuda.current_stream().synchronize()
         moved = torch.empty_strided(
             argument.shape, argument.stride(), dtype=argument.dtype, device=torch.cuda.current_device()
         )
@@ -175,6 +180,7 @@ def on_gpu(argument: Any) -> Any:
 def on_cpu(result: Any) -> Any:
     """The same with all tensors in it on the CPU."""
     if isinstance(result, torch.Tensor):
+        torch.cuda.current_stream().synchronize()
         return result.detach().cpu()
     if isinstance(result, dict):
         return {key: on_cpu(value) for key, value in result.items()}
