@@ -2,7 +2,7 @@
 # Style and types: ruff, mypy (strict), clang-format, shell syntax, and the rules on who may include whom.
 # ci/lint.sh --fix formats in place first.
 . "$(dirname "$0")/common.sh"
-use_venv lint
+use_venv run lint
 mapfile -t cpp_files < <(find cpp examples tests \( -name '*.hpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \))
 python_files=(python tests ci)
 

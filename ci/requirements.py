@@ -1,6 +1,7 @@
 """Prints requirements out of pyproject.toml, one a line: `requirements.py build test lint`.
 
-`build` stands for the build system's requirements with CMake and Ninja; every other name is an extra.
+`build` stands for the build system's requirements with CMake and Ninja, `run` for what the package needs at run time but
+for torch, which the scripts choose; every other name is an extra.
 """
 
 import sys
@@ -19,7 +20,8 @@ def main(names: list[str]) -> int:
         table = tomllib.load(file)
     cmake = table["tool"]["scikit-build"]["cmake"]["version"]
     groups = table["project"]["optional-dependencies"] | {
-        "build": [*table["build-system"]["requires"], f"cmake{cmake}", "ninja"]
+        "build": [*table["build-system"]["requires"], f"cmake{cmake}", "ninja"],
+        "run": [one for one in table["project"]["dependencies"] if not one.startswith("torch")],
     }
     unknown = [name for name in names if name not in groups]
     if unknown or not names:

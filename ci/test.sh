@@ -24,7 +24,7 @@ finish() {
 }
 
 need_doctest
-use_venv test lint
+use_venv run test lint
 step lint ci/lint.sh || true
 step wheel ci/wheel.sh || { finish; exit 1; }
 step stubs ci/stubs.sh || true

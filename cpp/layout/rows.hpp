@@ -46,9 +46,9 @@ struct RecvBlock {
   }
 };
 
-// One low-latency slot of the staging of one rank. Each writer has its own part of it, whatever the call, so that one who
-// comes late (it has been masked, or has slept through a reset) touches nobody else's rows. Only the rows of a combine by
-// expert share the slot, for they would need R times the memory; where ranks may be masked they do not.
+// One low-latency slot of the staging of one rank. Each writer has its own part of it, whatever the call, so that one
+// who comes late (it has been masked, or has slept through a reset) touches nobody else's rows. Only the rows of a
+// combine by expert share the slot, for they would need R times the memory; where ranks may be masked they do not.
 struct LowLatencySlot {
   // Dispatch: row i of the writer at i * row_stride.
   std::size_t row_stride = 0;      // bytes of one staged row: data, scales, then token index, local ids and weights
@@ -56,8 +56,8 @@ struct LowLatencySlot {
   std::size_t token_offset = 0;    // i32 source token
   std::size_t ids_offset = 0;      // i32[K] local expert or -1
   std::size_t weights_offset = 0;  // f32[K], present in every row
-  // Combine: pre-reduced row i of the writer at i * combine_row_stride of its part, then the weights that it sends ahead,
-  // f32[M][K]. Rows by expert at (t * K + k) * combine_row_stride of the slot.
+  // Combine: pre-reduced row i of the writer at i * combine_row_stride of its part, then the weights that it sends
+  // ahead, f32[M][K]. Rows by expert at (t * K + k) * combine_row_stride of the slot.
   std::size_t combine_row_stride = 0;
   std::size_t weights_ahead = 0;
   std::size_t part_bytes = 0;  // of one writer

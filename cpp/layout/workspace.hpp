@@ -42,9 +42,7 @@ DM_HOST_DEVICE constexpr std::size_t align_up(std::size_t bytes, std::size_t ali
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-inline constexpr int expert_count_stride(int num_ranks) {
-  return (kMaxExperts + num_ranks - 1) / num_ranks;
-}
+inline constexpr int expert_count_stride(int num_ranks) { return (kMaxExperts + num_ranks - 1) / num_ranks; }
 
 inline constexpr std::size_t region_bytes(Region region, int num_ranks) {
   const std::size_t r = static_cast<std::size_t>(num_ranks);

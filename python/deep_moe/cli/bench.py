@@ -129,6 +129,7 @@ class ProgressLine:
         if self._progress is None or rank != 0:
             return
         if "phase" in event:
-            self._progress.update(self._task, description=str(event["phase"]))
+            # Shown at once: a short phase may be over before the next refresh.
+            self._progress.update(self._task, description=str(event["phase"]), refresh=True)
         elif "done" in event:
             self._progress.update(self._task, completed=event["done"], total=event["total"])
