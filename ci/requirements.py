@@ -1,7 +1,7 @@
 """Prints requirements out of pyproject.toml, one a line: `requirements.py build test lint`.
 
-`build` stands for the build system's requirements with CMake and Ninja, `run` for what the package needs at run time but
-for torch, which the scripts choose; every other name is an extra.
+`build` stands for the build system's requirements with CMake and Ninja, `run` for what the package needs
+at run time but for torch, which the scripts choose; every other name is an extra.
 """
 
 import sys
