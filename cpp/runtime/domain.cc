@@ -66,6 +66,38 @@ std::uint32_t kind_of(const std::exception& error) {
   return kOtherKind;
 }
 
+// An announcement is written over one of kAnnounceDepth calls earlier, which a late hook may still look at. So the
+// epoch is 0 while the rest changes, every word is stored with release and loaded with acquire, and the epoch is looked
+// at again at the end: whoever has met a new word then meets its epoch too.
+using RecordWord = std::uint64_t __attribute__((may_alias));
+
+RecordWord* words_of(layout::Announce& record) { return reinterpret_cast<RecordWord*>(&record); }
+
+constexpr std::size_t num_words(std::size_t num_reason_bytes) {
+  return (offsetof(layout::Announce, reason) + num_reason_bytes + 7) / 8;
+}
+
+void write_announce(layout::Announce& slot, layout::Announce& record, std::uint64_t epoch) {
+  store_release(slot.epoch, std::uint64_t{0});
+  // The reason is long and mostly empty: only what is used of it crosses.
+  for (std::size_t i = 1; i < num_words(record.num_reason_bytes); ++i)
+    __atomic_store_n(words_of(slot) + i, words_of(record)[i], __ATOMIC_RELEASE);
+  store_release(slot.epoch, epoch);
+}
+
+// False where the slot does not (or no longer) hold this epoch.
+bool read_announce(layout::Announce& slot, std::uint64_t epoch, layout::Announce* record) {
+  if (load_acquire(slot.epoch) != epoch) return false;
+  const auto copy = [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i)
+      words_of(*record)[i] = __atomic_load_n(words_of(slot) + i, __ATOMIC_ACQUIRE);
+  };
+  copy(1, 2);  // status and length
+  if (record->num_reason_bytes > layout::kReasonBytes) return false;
+  copy(2, num_words(record->num_reason_bytes));
+  return load_acquire(slot.epoch) == epoch;
+}
+
 }  // namespace
 
 void Domain::ring(int peer) {
@@ -157,14 +189,9 @@ std::uint64_t Domain::announce(const layout::Announce& announce) {
   epoch_ = epoch;
   layout::Announce words = announce;
   words.hash = layout::signature_hash(words.signature);
-  const std::size_t first = offsetof(layout::Announce, status);
-  // The reason is long and mostly empty: only what is used of it crosses.
-  const std::size_t last = offsetof(layout::Announce, reason) + words.num_reason_bytes;
   for (int i = 0; i < num_ranks_; ++i) {
     const int peer = (rank_ + 1 + i) % num_ranks_;
-    layout::Announce& slot = workspaces_[peer].announce(epoch, rank_);
-    std::memcpy(reinterpret_cast<char*>(&slot) + first, reinterpret_cast<const char*>(&words) + first, last - first);
-    store_release(slot.epoch, epoch);
+    write_announce(workspaces_[peer].announce(epoch, rank_), words, epoch);
     ring(peer);
   }
   return epoch;
@@ -183,14 +210,15 @@ void Domain::announce_refusal(const layout::CallSignature& signature, const std:
 }
 
 void Domain::check_announcement(int peer, std::uint64_t epoch) {
-  const layout::Announce& theirs = mine().announce(epoch, peer);
-  if (peer == rank_ || load_acquire(mine().announce(epoch, peer).epoch) != epoch) return;
-  const layout::Announce& ours = mine().announce(epoch, rank_);
+  if (peer == rank_) return;
+  layout::Announce theirs, ours;
+  if (!read_announce(mine().announce(epoch, peer), epoch, &theirs)) return;
   if (theirs.status == static_cast<std::uint32_t>(layout::CallStatus::kRefused)) {
     throw PeerRefusedError("rank " + std::to_string(peer) + " refused its " + call_name(theirs.signature.kind) +
                            " (call " + std::to_string(epoch) +
                            "): " + std::string(theirs.reason, theirs.num_reason_bytes));
   }
+  if (!read_announce(mine().announce(epoch, rank_), epoch, &ours)) return;
   if (theirs.hash != ours.hash) {
     throw CallMismatchError("the ranks did not make the same call (call " + std::to_string(epoch) + "): rank " +
                             std::to_string(rank_) + " called " + describe_signature(ours.signature) + ", rank " +
