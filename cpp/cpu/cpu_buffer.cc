@@ -10,8 +10,7 @@
 
 namespace deep_moe::cpu {
 
-CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
-    : Buffer::Impl(bootstrap, options_), forks_(fork_count()) {
+CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_) : Buffer::Impl(bootstrap, options_) {
   BufferOptions inner = options;
   inner.interrupt_check = [this] {
     if (!destroy_wanted_ && options.interrupt_check) options.interrupt_check();
@@ -25,15 +24,8 @@ CpuBuffer::~CpuBuffer() { destroy(); }
 
 void CpuBuffer::start() {
   if (!options.low_latency_mode) return;
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   initialise(low_latency_context());
-}
-
-void CpuBuffer::check_process() const {
-  if (forks_ != fork_count())
-    throw ForkedProcessError(
-        "this Buffer was made in a parent process; a forked child cannot use it: make the Buffer after the fork");
 }
 
 void CpuBuffer::check_usable() const {
@@ -68,7 +60,7 @@ std::shared_ptr<Domain> CpuBuffer::usable_domain() const {
   return domain_;
 }
 
-void CpuBuffer::check_ready() const { domain_->check_failed(); }
+CpuBuffer::ReadyLock::ReadyLock(CpuBuffer& buffer) : CallLock(buffer) { buffer.domain_->check_failed(); }
 
 void CpuBuffer::check_unmasked(const char* call) const {
   if (domain_->any_masked())
@@ -118,8 +110,7 @@ LowLatencyContext CpuBuffer::low_latency_context() {
       context(),
       low_latency_,
       [self, born = generation_]() -> std::shared_ptr<void> {
-        auto lock = std::make_shared<CallLock>(*self);
-        self->check_ready();
+        auto lock = std::make_shared<ReadyLock>(*self);
         if (self->generation_ != born)
           throw Error("this hook belongs to a call from before reset(): what it waited for is gone");
         return lock;
@@ -130,7 +121,7 @@ LowLatencyContext CpuBuffer::low_latency_context() {
 }
 
 void CpuBuffer::destroy() {
-  if (forks_ != fork_count()) {
+  if (forks != fork_count()) {
     // A child's copy: locks may be held by threads that do not exist here, and the peers are the parent's.
     (void)pool_.release();
     new std::shared_ptr<Domain>(std::move(domain_));
@@ -163,8 +154,7 @@ LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int
 }
 
 DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   return run(
       signature(args),
       [&] {
@@ -175,8 +165,7 @@ DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
 }
 
 CombineResult CpuBuffer::combine(const CombineArgs& args) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   return run(
       signature(args),
       [&] {
@@ -187,16 +176,14 @@ CombineResult CpuBuffer::combine(const CombineArgs& args) {
 }
 
 LowLatencyDispatchResult CpuBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   return run(
       cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
       [&] { return cpu::low_latency_dispatch(low_latency_context(), args); });
 }
 
 LowLatencyCombineResult CpuBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   return run(
       cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
       [&] { return cpu::low_latency_combine(low_latency_context(), args); });
@@ -205,8 +192,7 @@ LowLatencyCombineResult CpuBuffer::low_latency_combine(const LowLatencyCombineAr
 void CpuBuffer::clean_low_latency_buffer(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden,
                                          std::int64_t num_experts) {
   // Nothing to clean: every word of the staging is tagged with its call.
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts);
 }
 
@@ -222,8 +208,7 @@ void CpuBuffer::unmask() {
 }
 
 void CpuBuffer::update_mask(int peer, bool masked) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   check_shrink("low_latency_update_mask_buffer");
   if (peer < 0 || peer >= num_ranks || peer == rank)
     throw_value("rank", std::to_string(peer), "another rank, 0 to " + std::to_string(num_ranks - 1));
@@ -235,15 +220,13 @@ void CpuBuffer::update_mask(int peer, bool masked) {
 }
 
 void CpuBuffer::query_mask(std::int32_t* status) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   check_shrink("low_latency_query_mask_buffer");
   for (int peer = 0; peer < num_ranks; ++peer) status[peer] = domain_->masked(peer) ? 1 : 0;
 }
 
 void CpuBuffer::clean_mask() {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   check_shrink("low_latency_clean_mask_buffer");
   unmask();
 }
@@ -263,11 +246,7 @@ Tensor CpuBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
 
 Tensor CpuBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) {
   check_usable();
-  const std::int64_t capacity = use_rdma_buffer ? options.num_rdma_bytes : options.num_nvl_bytes;
-  if (offset < 0 || num_bytes < 0 || offset > capacity || num_bytes > capacity - offset)
-    throw_value("size", std::to_string(num_bytes) + " bytes at offset " + std::to_string(offset),
-                "what fits in the " + std::to_string(capacity) + " bytes given as " +
-                    (use_rdma_buffer ? "num_rdma_bytes" : "num_nvl_bytes"));
+  const std::int64_t capacity = check_scratch_range(offset, num_bytes, use_rdma_buffer);
   const std::lock_guard<std::mutex> lock(scratch_mutex_);
   Tensor& scratch = scratch_[use_rdma_buffer ? 1 : 0];
   if (!scratch.owner) {
@@ -289,8 +268,7 @@ MemoryStats CpuBuffer::memory_stats() {
 }
 
 void CpuBuffer::refuse(const std::string& call, const std::string& reason) {
-  const CallLock lock(*this);
-  check_ready();
+  const ReadyLock lock(*this);
   layout::CallSignature signature;
   signature.kind = call_kind(call);
   domain_->announce_refusal(signature, reason);

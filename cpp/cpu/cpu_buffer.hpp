@@ -50,13 +50,17 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
    private:
     CpuBuffer& buffer_;
   };
+  // The same on a Buffer that has not failed; throws what failed it.
+  class ReadyLock : public CallLock {
+   public:
+    explicit ReadyLock(CpuBuffer& buffer);
+  };
   friend class CallLock;
+  friend class ReadyLock;
 
-  void check_process() const;
   void check_usable() const;  // check_process(), and not destroyed
   bool in_call_here() const { return caller_.load() == std::this_thread::get_id(); }
   std::shared_ptr<Domain> usable_domain() const;  // without the call lock
-  void check_ready() const;                       // not failed
   void check_unmasked(const char* call) const;
   void release() noexcept;
   void leave_call() noexcept;
@@ -72,7 +76,6 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   void restart_low_latency();
   void unmask();
 
-  const std::uint64_t forks_;
   std::mutex call_mutex_;
   std::atomic<std::thread::id> caller_{};    // who holds it
   std::atomic<bool> destroy_wanted_{false};  // makes a wait leave

@@ -126,10 +126,7 @@ void check_peers(Domain& domain, const SlotUse& use, Region region) {
     const bool gone = has_moved_on(domain, peer, use.epoch);
     if (layout::arrival_is_of(load_acquire(slot_word(domain, region, use.slot, domain.rank(), peer)), use.epoch))
       continue;
-    // Not while the peer may be replacing the announcement by that of kAnnounceDepth calls later.
-    const std::uint64_t before_reuse = use.epoch + layout::kAnnounceDepth - 1;
-    if (load_acquire(domain.mine().announce(before_reuse, peer).epoch) < before_reuse)
-      domain.check_announcement(peer, use.epoch);
+    domain.check_announcement(peer, use.epoch);
     if (gone && !domain.options().enable_shrink)
       throw PeerRefusedError("rank " + std::to_string(peer) + " gave up its " + use.call + " (call " +
                              std::to_string(use.epoch) + ") and has gone on to later calls");

@@ -12,8 +12,7 @@
 
 namespace deep_moe::cuda {
 
-CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
-    : Buffer::Impl(bootstrap, options_), forks_(fork_count()) {
+CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_) : Buffer::Impl(bootstrap, options_) {
   if (options.low_latency_mode)
     throw UnavailableError(
         "low_latency_mode: this version has the low-latency calls on the CPU alone; on GPUs it has "
@@ -32,12 +31,6 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
 }
 
 CudaBuffer::~CudaBuffer() { destroy(); }
-
-void CudaBuffer::check_process() const {
-  if (forks_ != fork_count())
-    throw ForkedProcessError(
-        "this Buffer was made in a parent process; a forked child cannot use it: make the Buffer after the fork");
-}
 
 std::unique_lock<std::mutex> CudaBuffer::lock_call() {
   check_process();
@@ -174,11 +167,7 @@ Tensor CudaBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
 
 Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) {
   const auto lock = lock_call();
-  const std::int64_t capacity = use_rdma_buffer ? options.num_rdma_bytes : options.num_nvl_bytes;
-  if (offset < 0 || num_bytes < 0 || offset > capacity || num_bytes > capacity - offset)
-    throw_value("size", std::to_string(num_bytes) + " bytes at offset " + std::to_string(offset),
-                "what fits in the " + std::to_string(capacity) + " bytes given as " +
-                    (use_rdma_buffer ? "num_rdma_bytes" : "num_nvl_bytes"));
+  const std::int64_t capacity = check_scratch_range(offset, num_bytes, use_rdma_buffer);
   const std::lock_guard<std::mutex> scratch_lock(scratch_mutex_);
   Tensor& scratch = scratch_[use_rdma_buffer ? 1 : 0];
   if (!scratch.owner) scratch = device_tensor(DType::kUInt8, {capacity > 0 ? capacity : 1}, current_stream());
@@ -220,7 +209,7 @@ void CudaBuffer::reset() {
 }
 
 void CudaBuffer::destroy() {
-  if (forks_ != fork_count()) {
+  if (forks != fork_count()) {
     new std::shared_ptr<DeviceWorld>(std::move(world_));  // the parent's; its driver state is useless here
     return;
   }

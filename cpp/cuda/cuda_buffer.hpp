@@ -47,7 +47,6 @@ class CudaBuffer final : public Buffer::Impl {
   struct RowMovement;  // what one dispatch works with
 
   std::unique_lock<std::mutex> lock_call();
-  void check_process() const;
   Stream current_stream() const;
   // Throws what kernels have reported since the last look.
   void take_kernel_error();
@@ -67,7 +66,6 @@ class CudaBuffer final : public Buffer::Impl {
   Block shared_block(std::size_t bytes, Stream user, const char* call);
   layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream comm, std::vector<Block>* staging);
 
-  const std::uint64_t forks_;
   std::mutex call_mutex_;
   std::atomic<bool> destroyed_{false};
   std::shared_ptr<DeviceWorld> world_;

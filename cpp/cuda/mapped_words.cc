@@ -11,6 +11,7 @@
 
 #include "cuda/driver.hpp"
 #include "layout/workspace.hpp"
+#include "runtime/pause.hpp"
 #include "runtime/process.hpp"
 
 namespace deep_moe::cuda {
@@ -23,14 +24,6 @@ constexpr auto kShortestNap = std::chrono::microseconds(10);
 constexpr auto kLongestNap = std::chrono::microseconds(500);
 constexpr auto kLookForLife = std::chrono::milliseconds(20);
 constexpr auto kLookForInterrupts = std::chrono::milliseconds(50);
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 constexpr std::size_t kPageBytes = 4096;
 

@@ -4,16 +4,33 @@
 
 #include "cpu/cpu_buffer.hpp"
 #include "runtime/buffer_impl.hpp"
+#include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
 
 namespace deep_moe {
 
 Buffer::Impl::Impl(const Bootstrap& bootstrap, const BufferOptions& options_)
-    : rank(bootstrap.rank), num_ranks(bootstrap.size), options(options_) {
+    : rank(bootstrap.rank), num_ranks(bootstrap.size), options(options_), forks(fork_count()) {
   if (num_ranks < 1 || rank < 0 || rank >= num_ranks || !bootstrap.all_gather)
     throw ArgumentError("bootstrap: got rank " + std::to_string(rank) + " of " + std::to_string(num_ranks) +
                         ", expected 0 <= rank < size and an all_gather function");
+}
+
+void Buffer::Impl::check_process() const {
+  if (forks != fork_count())
+    throw ForkedProcessError(
+        "this Buffer was made in a parent process; a forked child cannot use it: make the Buffer after the fork");
+}
+
+std::int64_t Buffer::Impl::check_scratch_range(std::int64_t offset, std::int64_t num_bytes,
+                                               bool use_rdma_buffer) const {
+  const std::int64_t capacity = use_rdma_buffer ? options.num_rdma_bytes : options.num_nvl_bytes;
+  if (offset < 0 || num_bytes < 0 || offset > capacity || num_bytes > capacity - offset)
+    throw_value("size", std::to_string(num_bytes) + " bytes at offset " + std::to_string(offset),
+                "what fits in the " + std::to_string(capacity) + " bytes given as " +
+                    (use_rdma_buffer ? "num_rdma_bytes" : "num_nvl_bytes"));
+  return capacity;
 }
 
 Buffer::Buffer(const Bootstrap& bootstrap, const BufferOptions& options) {

@@ -16,6 +16,11 @@ struct Buffer::Impl {
 
   const int rank, num_ranks;
   const BufferOptions options;
+  const std::uint64_t forks;  // fork_count() where this was made
+
+  void check_process() const;  // throws ForkedProcessError in a forked child
+  // Bytes of the scratch memory that local_buffer() shows; throws ArgumentError unless the range lies in it.
+  std::int64_t check_scratch_range(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) const;
 
   virtual LayoutResult get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
                                            const StreamOptions& streams) = 0;

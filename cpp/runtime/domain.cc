@@ -14,6 +14,7 @@
 #include <ctime>
 #include <thread>
 
+#include "runtime/pause.hpp"
 #include "runtime/text.hpp"
 
 namespace deep_moe {
@@ -25,14 +26,6 @@ using layout::Region;
 constexpr auto kNap = std::chrono::milliseconds(20);  // between looks at whether a peer still lives
 
 enum ErrorKind : std::uint32_t { kTimeoutKind = 1, kPeerLostKind, kOtherKind };
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 void futex_wait(std::uint32_t& word, std::uint32_t seen, std::chrono::nanoseconds timeout) {
   timespec relative{};
