@@ -10,11 +10,12 @@
 
 namespace deep_moe::cpu {
 
-CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_) : Buffer::Impl(bootstrap, options_) {
+CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
+    : Buffer::Impl(bootstrap, options_), gate_([this] { release(); }) {
   BufferOptions inner = options;
   inner.interrupt_check = [this] {
-    if (!destroy_wanted_ && options.interrupt_check) options.interrupt_check();
-    if (destroy_wanted_) throw DestroyedError("this Buffer was destroyed during a call");
+    if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();
+    gate_.check_interrupt();
   };
   domain_ = std::make_shared<Domain>(bootstrap, inner);
   pool_ = std::make_unique<WorkerPool>(default_num_threads(num_ranks));
@@ -30,37 +31,22 @@ void CpuBuffer::start() {
 
 void CpuBuffer::check_usable() const {
   check_process();
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+  gate_.check_usable();
 }
 
-CpuBuffer::CallLock::CallLock(CpuBuffer& buffer) : buffer_(buffer) {
-  buffer.check_process();
-  if (buffer.in_call_here())
-    throw Error(
-        "a call on this Buffer is under way on this very thread (this one comes from a signal handler or a callback)");
-  buffer.call_mutex_.lock();
-  buffer.caller_ = std::this_thread::get_id();
-  if (!buffer.destroyed_ && !buffer.destroy_wanted_) return;
-  buffer.leave_call();
-  throw DestroyedError("this Buffer has been destroyed");
-}
-
-CpuBuffer::CallLock::~CallLock() { buffer_.leave_call(); }
-
-void CpuBuffer::leave_call() noexcept {
-  if (destroy_wanted_) release();
-  caller_ = std::thread::id();
-  call_mutex_.unlock();
+CallGate& CpuBuffer::open_gate() {
+  check_process();
+  return gate_;
 }
 
 std::shared_ptr<Domain> CpuBuffer::usable_domain() const {
   check_process();
   const std::lock_guard<std::mutex> lock(domain_mutex_);
-  if (destroyed_ || !domain_) throw DestroyedError("this Buffer has been destroyed");
+  gate_.check_usable();
   return domain_;
 }
 
-CpuBuffer::ReadyLock::ReadyLock(CpuBuffer& buffer) : CallLock(buffer) { buffer.domain_->check_failed(); }
+CpuBuffer::ReadyLock::ReadyLock(CpuBuffer& buffer) : pass(buffer.open_gate()) { buffer.domain_->check_failed(); }
 
 void CpuBuffer::check_unmasked(const char* call) const {
   if (domain_->any_masked())
@@ -127,15 +113,10 @@ void CpuBuffer::destroy() {
     new std::shared_ptr<Domain>(std::move(domain_));
     return;
   }
-  destroy_wanted_ = true;
-  if (in_call_here()) return;  // from inside a wait of this thread, which leaves now; the call's end does the rest
-  const std::lock_guard<std::mutex> lock(call_mutex_);
-  release();
+  gate_.destroy();
 }
 
-// With the call lock held.
 void CpuBuffer::release() noexcept {
-  if (destroyed_.exchange(true)) return;
   std::shared_ptr<Domain> domain;
   {
     const std::lock_guard<std::mutex> lock(domain_mutex_);
@@ -283,7 +264,7 @@ void CpuBuffer::restart_low_latency() {
 }
 
 void CpuBuffer::reset() {
-  const CallLock lock(*this);
+  const CallGate::Pass pass(open_gate());
   domain_->reset(false);
   restart_low_latency();
 }

@@ -1,14 +1,13 @@
 // The CPU implementation of a Buffer: shared memory and threads.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include "cpu/low_latency.hpp"
 #include "cpu/protocol.hpp"
 #include "runtime/buffer_impl.hpp"
+#include "runtime/call_gate.hpp"
 #include "runtime/domain.hpp"
 
 namespace deep_moe::cpu {
@@ -38,32 +37,17 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   void destroy() override;
 
  private:
-  // One call at a time. A thread that holds it may come here again from inside its wait (a signal handler): calls then
-  // throw, and destroy() makes the wait leave.
-  class CallLock {
-   public:
-    explicit CallLock(CpuBuffer& buffer);
-    ~CallLock();
-    CallLock(const CallLock&) = delete;
-    CallLock& operator=(const CallLock&) = delete;
-
-   private:
-    CpuBuffer& buffer_;
-  };
-  // The same on a Buffer that has not failed; throws what failed it.
-  class ReadyLock : public CallLock {
-   public:
+  // A call on a Buffer that has not failed; throws what failed it.
+  struct ReadyLock {
     explicit ReadyLock(CpuBuffer& buffer);
+    CallGate::Pass pass;
   };
-  friend class CallLock;
-  friend class ReadyLock;
+  CallGate& open_gate();  // in the process that made the Buffer
 
-  void check_usable() const;  // check_process(), and not destroyed
-  bool in_call_here() const { return caller_.load() == std::this_thread::get_id(); }
+  void check_usable() const;                      // check_process(), and not destroyed
   std::shared_ptr<Domain> usable_domain() const;  // without the call lock
   void check_unmasked(const char* call) const;
   void release() noexcept;
-  void leave_call() noexcept;
   void check_shrink(const char* call) const;
   // Runs the checks, then the call, with the error handling that the Buffer promises.
   template <typename Check, typename Body>
@@ -76,10 +60,7 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   void restart_low_latency();
   void unmask();
 
-  std::mutex call_mutex_;
-  std::atomic<std::thread::id> caller_{};    // who holds it
-  std::atomic<bool> destroy_wanted_{false};  // makes a wait leave
-  std::atomic<bool> destroyed_{false};
+  CallGate gate_;
   mutable std::mutex domain_mutex_;  // of the pointer
   std::shared_ptr<Domain> domain_;
   std::unique_ptr<WorkerPool> pool_;

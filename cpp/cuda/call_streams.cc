@@ -5,26 +5,36 @@
 namespace deep_moe::cuda {
 namespace {
 
-void order(cudaStream_t first, cudaStream_t then) {
-  cudaEvent_t event;
-  check_runtime(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  const cudaError_t recorded = cudaEventRecord(event, first);
-  const cudaError_t waits = recorded == cudaSuccess ? cudaStreamWaitEvent(then, event, 0) : recorded;
-  cudaEventDestroy(event);  // goes once it has completed
-  check_runtime(waits, "ordering two streams");
+void order(cudaEvent_t event, cudaStream_t first, cudaStream_t then) {
+  check_runtime(cudaEventRecord(event, first), "cudaEventRecord");
+  check_runtime(cudaStreamWaitEvent(then, event, 0), "cudaStreamWaitEvent");
 }
 
 }  // namespace
 
 void check_runtime(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // ours, not the next caller's
   throw Error(std::string(call) + " failed: " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) + ")");
 }
 
-CallStreams::CallStreams(Stream comm, Stream caller, const StreamOptions& options)
-    : comm_(static_cast<cudaStream_t>(comm)), caller_(static_cast<cudaStream_t>(caller)), async_(options.async_finish) {
+CallEvents::CallEvents() {
+  check_runtime(cudaEventCreateWithFlags(&begin_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  check_runtime(cudaEventCreateWithFlags(&end_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+}
+
+CallEvents::~CallEvents() {
+  if (begin_ != nullptr) cudaEventDestroy(begin_);
+  if (end_ != nullptr) cudaEventDestroy(end_);
+}
+
+CallStreams::CallStreams(const CallEvents& events, Stream comm, Stream caller, const StreamOptions& options)
+    : events_(events),
+      comm_(static_cast<cudaStream_t>(comm)),
+      caller_(static_cast<cudaStream_t>(caller)),
+      async_(options.async_finish) {
   if (options.previous_event == nullptr) {
-    order(caller_, comm_);
+    order(events_.begin_, caller_, comm_);
   } else {
     check_runtime(cudaStreamWaitEvent(comm_, static_cast<cudaEvent_t>(options.previous_event), 0),
                   "cudaStreamWaitEvent");
@@ -32,7 +42,7 @@ CallStreams::CallStreams(Stream comm, Stream caller, const StreamOptions& option
 }
 
 void CallStreams::finish() {
-  if (!async_) order(comm_, caller_);
+  if (!async_) order(events_.end_, comm_, caller_);
 }
 
 }  // namespace deep_moe::cuda

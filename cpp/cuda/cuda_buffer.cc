@@ -4,15 +4,15 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "cuda/call_streams.hpp"
-#include "layout/handle.hpp"
+#include "cuda/cuda_call.hpp"
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
 
 namespace deep_moe::cuda {
 
-CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_) : Buffer::Impl(bootstrap, options_) {
+CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
+    : Buffer::Impl(bootstrap, options_), gate_([this] { release(); }) {
   if (options.low_latency_mode)
     throw UnavailableError(
         "low_latency_mode: this version has the low-latency calls on the CPU alone; on GPUs it has "
@@ -23,78 +23,147 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   if (const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES"); text != nullptr && *text != '\0')
     world.max_heap_bytes = static_cast<std::size_t>(std::strtod(text, nullptr));
   world.timeout_seconds = options.timeout_seconds;
-  world.interrupt_check = options.interrupt_check;
+  world.interrupt_check = [this] {
+    if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();
+    gate_.check_interrupt();
+  };
   world.current_stream = options.current_stream;
   const char* check = std::getenv("DEEP_MOE_CHECK");
   check_ids_ = check != nullptr && std::strcmp(check, "1") == 0;
   world_ = make_device_world(bootstrap, world);
+  comm_stream_ = world_->comm_stream();
+  const OnDevice on_device(world_->device());
+  events_ = std::make_unique<CallEvents>();
 }
 
 CudaBuffer::~CudaBuffer() { destroy(); }
 
-std::unique_lock<std::mutex> CudaBuffer::lock_call() {
+CallGate& CudaBuffer::open_gate() {
   check_process();
-  std::unique_lock<std::mutex> lock(call_mutex_);
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
-  if (failure_) std::rethrow_exception(failure_);
-  world_->poll();
-  take_kernel_error();
-  return lock;
+  return gate_;
+}
+
+CudaBuffer::Call::Call(CudaBuffer& buffer) : pass(buffer.open_gate()), on_device(buffer.world_->device()) {
+  if (buffer.failure_) std::rethrow_exception(buffer.failure_);
+  buffer.world_->check_attendant();
+  buffer.take_kernel_error();
 }
 
 Stream CudaBuffer::current_stream() const { return options.current_stream ? options.current_stream() : nullptr; }
 
+CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
+  CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
+  has_captured_ = has_captured_ || capture_of(comm_stream_).active;
+  return streams;
+}
+
 void* CudaBuffer::comm_stream() const {
   check_process();
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
-  return world_->comm_stream();
+  gate_.check_usable();
+  return comm_stream_;
 }
 
 void CudaBuffer::take_kernel_error() {
+  using layout::KernelErrorKind;
   layout::ErrorRecord& record = world_->domain().host_words.error(world_->host_words());
   const auto kind =
-      static_cast<layout::KernelErrorKind>(std::atomic_ref<std::uint32_t>(record.kind).load(std::memory_order_acquire));
-  if (kind == layout::KernelErrorKind::kNone) return;
-  const std::string peer = "rank " + std::to_string(record.peer), call = " (call " + std::to_string(record.epoch) + ")";
-  if (kind == layout::KernelErrorKind::kTimeout) {
-    try {
-      throw TimeoutError("rank " + std::to_string(record.rank) + " waited " + std::to_string(options.timeout_seconds) +
-                         " s for " + peer + " in " +
-                         layout::wait_phase_name(static_cast<layout::WaitPhase>(record.phase)) + call + ": expected " +
-                         std::to_string(record.expected) + ", saw " + std::to_string(record.seen));
-    } catch (...) {
-      failure_ = std::current_exception();
-      throw;
-    }
-  }
+      static_cast<KernelErrorKind>(std::atomic_ref<std::uint32_t>(record.kind).load(std::memory_order_acquire));
+  if (kind == KernelErrorKind::kNone) return;
   const layout::ErrorRecord seen = record;
-  kernels::clear_error(world_->domain(), world_->host_words(), world_->comm_stream());
-  if (kind == layout::KernelErrorKind::kPeerRefused)
-    throw PeerRefusedError(peer + " refused its " + call_name(seen.peer_signature.kind) + call + ": " +
-                           std::string(seen.reason, seen.num_reason_bytes));
-  throw CallMismatchError("the ranks did not make the same call" + call + ": rank " + std::to_string(rank) +
-                          " called " + describe_signature(last_signature_) + ", " + peer + " called " +
-                          describe_signature(seen.peer_signature));
+  const std::string me = "rank " + std::to_string(seen.rank), peer = "rank " + std::to_string(seen.peer),
+                    call = " (call " + std::to_string(seen.epoch) + ")",
+                    phase = layout::wait_phase_name(static_cast<layout::WaitPhase>(seen.phase));
+  if (!layout::fails_buffer(kind)) kernels::clear_error(world_->domain(), world_->host_words(), comm_stream_);
+  try {
+    switch (kind) {
+      case KernelErrorKind::kTimeout:
+        throw TimeoutError(me + " waited " + std::to_string(options.timeout_seconds) + " s for " + peer + " in " +
+                           phase + call + ": expected " + std::to_string(seen.expected) + ", saw " +
+                           std::to_string(seen.seen));
+      case KernelErrorKind::kPeerLost: {
+        std::string how = "is gone";
+        world_->peer_gone(seen.peer, &how);
+        throw PeerLostError(peer + " " + how + " while " + me + " waited for it in " + phase + call);
+      }
+      case KernelErrorKind::kUnknownSegment:
+        throw Error(peer + " named its segment " + std::to_string(seen.seen) + call + ", which " + me +
+                    " has not mapped");
+      case KernelErrorKind::kTooFewRows:
+        throw ArgumentError("num_worst_tokens: " + peer + " allows " + std::to_string(seen.expected) + " rows and " +
+                            std::to_string(seen.seen) + " arrive there" + call + "; nothing was sent");
+      case KernelErrorKind::kPeerRefused:
+        throw PeerRefusedError(peer + " refused its " + call_name(seen.peer_signature.kind) + call + ": " +
+                               std::string(seen.reason, seen.num_reason_bytes));
+      default:
+        throw CallMismatchError("the ranks did not make the same call" + call + ": rank " + std::to_string(rank) +
+                                " called " + describe_signature(last_signature_) + ", " + peer + " called " +
+                                describe_signature(seen.peer_signature));
+    }
+  } catch (...) {
+    if (layout::fails_buffer(kind)) failure_ = std::current_exception();
+    throw;
+  }
 }
 
-void CudaBuffer::check_or_refuse(const layout::CallSignature& signature, const std::function<void()>& checks) {
+void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std::string& reason) {
+  kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
+}
+
+template <typename Check, typename Body>
+auto CudaBuffer::run(const layout::CallSignature& signature, const Check& checks, const Body& body) {
+  const Call call(*this);
   try {
     checks();
-  } catch (const std::exception&) {
-    refuse_and_throw(signature, std::current_exception());
+  } catch (const std::exception& error) {
+    post_refusal(signature, error.what());
+    throw;
   }
   last_signature_ = signature;
+  try {
+    return body();
+  } catch (const ArgumentError&) {
+    throw;
+  } catch (const PeerRefusedError&) {
+    throw;
+  } catch (const CallMismatchError&) {
+    throw;
+  } catch (const BufferTooSmallError&) {
+    throw;
+  } catch (...) {
+    if (!failure_) failure_ = std::current_exception();
+    throw;
+  }
 }
 
-void CudaBuffer::refuse_and_throw(const layout::CallSignature& signature, std::exception_ptr error) {
-  std::string reason = "an unknown error";
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    reason = known.what();
-  }
-  kernels::post_refusal(world_->domain(), signature, reason, world_->comm_stream());
-  std::rethrow_exception(error);
+DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
+  const layout::CallSignature call = signature(args);
+  return run(
+      call,
+      [&] {
+        for (const auto& [name, view] :
+             {std::pair("x", &args.x.data), std::pair("x[1] (scales)", &args.x.scales),
+              std::pair("topk_idx", &args.topk_idx), std::pair("topk_weights", &args.topk_weights),
+              std::pair("is_token_in_rank", &args.is_token_in_rank),
+              std::pair("num_tokens_per_expert", &args.num_tokens_per_expert)})
+          check_device(name, *view, world_->device());
+        validate(args, num_ranks, false);
+        if (check_ids_ && args.topk_idx.defined()) check_device_ids(args.topk_idx, args.num_experts);
+      },
+      [&] { return dispatch_rows(call, args); });
+}
+
+CombineResult CudaBuffer::combine(const CombineArgs& args) {
+  const layout::CallSignature call = signature(args);
+  return run(
+      call,
+      [&] {
+        for (const auto& [name, view] :
+             {std::pair("x", &args.x), std::pair("topk_weights", &args.topk_weights), std::pair("bias", &args.bias0),
+              std::pair("bias", &args.bias1), std::pair("out", &args.out)})
+          check_device(name, *view, world_->device());
+        validate(args, num_ranks);
+      },
+      [&] { return combine_rows(call, args); });
 }
 
 Tensor CudaBuffer::device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream user) {
@@ -127,10 +196,10 @@ kernels::TopkIds ids_of(const TensorView& topk_idx) {
 
 LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
                                              const StreamOptions& streams) {
-  const auto lock = lock_call();
+  const Call call(*this);
   check_device("topk_idx", topk_idx, world_->device());
   check_topk_idx_shape(topk_idx, num_experts);
-  CallStreams joined(world_->comm_stream(), current_stream(), streams);
+  CallStreams joined = join_streams(streams);
   LayoutResult result;
   result.num_tokens_per_rank = device_tensor(DType::kInt32, {num_ranks}, joined.caller());
   result.num_tokens_per_expert = device_tensor(DType::kInt32, {num_experts}, joined.caller());
@@ -153,7 +222,7 @@ LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineA
   throw UnavailableError("low_latency_combine: not on GPUs in this version");
 }
 void CudaBuffer::clean_low_latency_buffer(std::int64_t max_tokens, std::int64_t hidden, std::int64_t num_experts) {
-  const auto lock = lock_call();
+  const Call call(*this);
   low_latency_size_hint(max_tokens, hidden, num_ranks, num_experts);  // checks the numbers; there is nothing to clean
 }
 void CudaBuffer::update_mask(int, bool) { throw UnavailableError("masks of ranks: not on GPUs in this version"); }
@@ -161,12 +230,12 @@ void CudaBuffer::query_mask(std::int32_t*) { throw UnavailableError("masks of ra
 void CudaBuffer::clean_mask() { throw UnavailableError("masks of ranks: not on GPUs in this version"); }
 
 Tensor CudaBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
-  const auto lock = lock_call();
+  const Call call(*this);
   return device_tensor(dtype, shape, current_stream());
 }
 
 Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) {
-  const auto lock = lock_call();
+  const Call call(*this);
   const std::int64_t capacity = check_scratch_range(offset, num_bytes, use_rdma_buffer);
   const std::lock_guard<std::mutex> scratch_lock(scratch_mutex_);
   Tensor& scratch = scratch_[use_rdma_buffer ? 1 : 0];
@@ -179,46 +248,60 @@ Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, boo
 }
 
 MemoryStats CudaBuffer::memory_stats() {
-  check_process();
-  const std::lock_guard<std::mutex> lock(call_mutex_);
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
+  const CallGate::Pass pass(open_gate());
   return world_->heap().stats();
 }
 
-void CudaBuffer::refuse(const std::string& call, const std::string& reason) {
-  const auto lock = lock_call();
+void CudaBuffer::refuse(const std::string& call_name, const std::string& reason) {
+  const Call call(*this);
   layout::CallSignature signature;
-  signature.kind = call_kind(call);
-  kernels::post_refusal(world_->domain(), signature, reason, world_->comm_stream());
+  signature.kind = call_kind(call_name);
+  post_refusal(signature, reason);
 }
 
 void CudaBuffer::record_stream(const TensorView& tensor, void* stream) {
-  const auto lock = lock_call();
-  check_device("t", tensor, world_->device());
+  const CallGate::Pass pass(open_gate());
+  check_device("tensor", tensor, world_->device());
   if (tensor.numel() > 0 && !world_->heap().record_stream(tensor.data, stream))
-    throw_value("t", tensor.describe(), "a tensor that this Buffer has handed out");
+    throw_value("tensor", tensor.describe(), "a tensor that this Buffer has handed out");
 }
 
-void CudaBuffer::check() { const auto lock = lock_call(); }
+void CudaBuffer::check() { const Call call(*this); }
 
 void CudaBuffer::reset() {
-  check_process();
-  const std::lock_guard<std::mutex> lock(call_mutex_);
-  if (destroyed_) throw DestroyedError("this Buffer has been destroyed");
-  throw UnavailableError("reset: not on GPUs in this version; destroy() the Buffer on all ranks and make a new one");
+  const CallGate::Pass pass(open_gate());
+  const OnDevice on_device(world_->device());
+  try {
+    world_->reset();
+  } catch (...) {
+    if (!failure_) failure_ = std::current_exception();  // the kernels of this rank have been told to leave
+    throw;
+  }
+  world_->heap().release_quarantine();
+  failure_ = nullptr;
 }
 
 void CudaBuffer::destroy() {
   if (forks != fork_count()) {
     new std::shared_ptr<DeviceWorld>(std::move(world_));  // the parent's; its driver state is useless here
+    (void)events_.release();
     return;
   }
-  const std::lock_guard<std::mutex> lock(call_mutex_);
-  if (destroyed_.exchange(true)) return;
+  gate_.destroy();
+}
+
+void CudaBuffer::release() noexcept {
   scratch_[0] = {};
   scratch_[1] = {};
-  if (world_) world_->depart();
+  if (!world_) return;  // its construction has failed
+  const OnDevice on_device = OnDevice::quiet(world_->device());
+  world_->depart(!has_captured_);
   world_.reset();
+  if (on_device) {
+    events_.reset();
+  } else {
+    (void)events_.release();
+  }
 }
 
 std::shared_ptr<Buffer::Impl> make_buffer(const Bootstrap& bootstrap, const BufferOptions& options) {

@@ -3,17 +3,18 @@
 // A call runs on the private comm stream, behind the caller's stream. Dispatch launches layout + notify and the kernel
 // that moves rows back to back, into the block that this rank has offered; the host reads the counts from mapped memory
 // while rows move, shrinks the block and hands out its parts. Where some rank's offer was too small all ranks learn it
-// from the same words, grow together, and launch the second kernel again.
+// from the same words and grow together; what still does not fit goes in waves.
 #pragma once
 
-#include <atomic>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 
+#include "cuda/call_streams.hpp"
 #include "cuda/device_world.hpp"
 #include "runtime/buffer_impl.hpp"
+#include "runtime/call_gate.hpp"
 
 namespace deep_moe::cuda {
 
@@ -43,36 +44,53 @@ class CudaBuffer final : public Buffer::Impl {
   void destroy() override;
 
  private:
-  class Streams;       // joins the caller's stream and the comm stream around a call
+  static constexpr int kDefaultNumSms = 20;
+
+  struct Call;         // a call under way
   struct RowMovement;  // what one dispatch works with
 
-  std::unique_lock<std::mutex> lock_call();
+  CallGate& open_gate();  // in the process that made the Buffer
   Stream current_stream() const;
+  CallStreams join_streams(const StreamOptions& options);
   // Throws what kernels have reported since the last look.
   void take_kernel_error();
-  void check_or_refuse(const layout::CallSignature& signature, const std::function<void()>& checks);
-  [[noreturn]] void refuse_and_throw(const layout::CallSignature& signature, std::exception_ptr error);
+  // Runs the checks, then the call; a refusal is told to the peers. Errors that all ranks meet alike leave the Buffer
+  // usable, any other fails it.
+  template <typename Check, typename Body>
+  auto run(const layout::CallSignature& signature, const Check& checks, const Body& body);
+  void post_refusal(const layout::CallSignature& signature, const std::string& reason);
   Tensor device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream user);
+  void release() noexcept;
 
+  DispatchResult dispatch_rows(const layout::CallSignature& signature, const DispatchArgs& args);
+  CombineResult combine_rows(const layout::CallSignature& signature, const CombineArgs& args);
   void prepare_route(const DispatchArgs& args, RowMovement* move);
   void offer_block(const DispatchArgs& args, RowMovement* move);
   void launch_notified(const DispatchArgs& args, RowMovement* move);
   void launch_placed(const DispatchArgs& args, RowMovement* move);
   void read_counts(const DispatchArgs& args, RowMovement* move);
   void grow_and_move(const DispatchArgs& args, RowMovement* move);
+  std::string offer_window(RowMovement* move);
+  std::int64_t count_waves(RowMovement* move, const std::string& reason);
+  void move_in_waves(const DispatchArgs& args, RowMovement* move, std::int64_t num_waves);
+  void copy_out(const RowMovement& move, std::int64_t num_rows);
+  void free_block(RowMovement* move);
   DispatchResult hand_out(const DispatchArgs& args, RowMovement* move);
   void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
   Block shared_block(std::size_t bytes, Stream user, const char* call);
   layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream comm, std::vector<Block>* staging);
 
-  std::mutex call_mutex_;
-  std::atomic<bool> destroyed_{false};
+  CallGate gate_;
   std::shared_ptr<DeviceWorld> world_;
+  Stream comm_stream_ = nullptr;  // lives as long as the process
+  std::unique_ptr<CallEvents> events_;
   std::exception_ptr failure_;
   std::uint32_t sequence_ = 0;
   layout::CallSignature last_signature_;  // of the newest call, for the text of a mismatch
   bool check_ids_ = false;                // DEEP_MOE_CHECK=1
+  bool has_captured_ = false;             // some call went into a graph
+  bool waves_logged_ = false;
   std::mutex scratch_mutex_;
   Tensor scratch_[2];
 };

@@ -48,10 +48,11 @@ void add_stream(std::vector<Stream>& streams, Stream stream) {
 }  // namespace
 
 DeviceHeap::DeviceHeap(std::shared_ptr<Heap> heap, std::shared_ptr<OwnStream> comm_stream,
-                       std::function<Stream()> current_stream)
+                       std::function<Stream()> current_stream, std::function<bool()> has_failed)
     : heap_(std::move(heap)),
       comm_stream_(std::move(comm_stream)),
       current_stream_(std::move(current_stream)),
+      has_failed_(std::move(has_failed)),
       events_(std::make_shared<EventPool>(comm_stream_->device())),
       forks_(fork_count()) {
   drop_retired();
@@ -310,7 +311,11 @@ void DeviceHeap::reclaim() noexcept {
       Dropped& dropped = *entry->dropped;
       if (--dropped.num_events > 0) continue;
       dropped_bytes_ -= dropped.block.bytes;
-      heap_->free(dropped.block);
+      if (has_failed_ && has_failed_()) {
+        heap_->quarantine(dropped.block);
+      } else {
+        heap_->free(dropped.block);
+      }
     }
     entries.erase(entries.begin(), busy);
     queue = entries.empty() ? waiting_.erase(queue) : std::next(queue);

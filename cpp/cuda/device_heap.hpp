@@ -31,9 +31,10 @@ class OwnStream;
 
 class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
  public:
-  // `current_stream` (may be empty) tells the calling thread's current stream of the device, for deleters.
-  DeviceHeap(std::shared_ptr<Heap> heap, std::shared_ptr<OwnStream> comm_stream,
-             std::function<Stream()> current_stream);
+  // `current_stream` (may be empty) tells the calling thread's current stream of the device, for deleters. While
+  // `has_failed` (may be empty) is true, what is dropped is quarantined: a peer that sleeps may still write there.
+  DeviceHeap(std::shared_ptr<Heap> heap, std::shared_ptr<OwnStream> comm_stream, std::function<Stream()> current_stream,
+             std::function<bool()> has_failed = {});
   ~DeviceHeap();
   DeviceHeap(const DeviceHeap&) = delete;
   DeviceHeap& operator=(const DeviceHeap&) = delete;
@@ -98,6 +99,7 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   const std::shared_ptr<Heap> heap_;
   const std::shared_ptr<OwnStream> comm_stream_;
   const std::function<Stream()> current_stream_;
+  const std::function<bool()> has_failed_;
   const std::shared_ptr<EventPool> events_;
   const std::uint64_t forks_;
 

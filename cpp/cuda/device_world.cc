@@ -3,25 +3,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
 #include <deep_moe/error.hpp>
 
+#include "cuda/device_world_messages.hpp"
 #include "cuda/retire.hpp"
 #include "runtime/process.hpp"
 
 namespace deep_moe::cuda {
 namespace {
-
-enum MessageKind : std::uint32_t {
-  kSegment = 1,  // id, bytes; text: a Ticket; with an fd where the kind has one
-  kMapped,       // id: I have mapped your segment; text: why not
-  kRetired,      // id: my segment will not be used
-  kOffered,      // value: round; text: why I could not append what I need
-  kSettled,      // value: round; text: whose segment I could not map
-  kDeparted,
-};
 
 std::string pack(const Ticket& ticket) { return std::string(reinterpret_cast<const char*>(&ticket), sizeof(ticket)); }
 
@@ -30,6 +23,11 @@ Ticket unpack(const std::string& text) {
   if (text.size() != sizeof(ticket)) throw Error("a broken control message");
   std::memcpy(&ticket, text.data(), sizeof(ticket));
   return ticket;
+}
+
+CUresult query(Stream stream) {
+  const OutsideCapture outside_capture;
+  return driver().cuStreamQuery(static_cast<CUstream>(stream));
 }
 
 }  // namespace
@@ -109,24 +107,19 @@ void DeviceWorld::take_message(int peer, ControlChannel::SegmentMessage& message
       channel_->send_segment(peer, {.id = message.id, .bytes = 0, .fd = -1, .kind = kMapped, .text = failure});
       break;
     }
-    case kMapped:
-      if (entry.has_mapped.size() <= at) entry.has_mapped.resize(at + 1);
-      entry.has_mapped[at] = message.text.empty();
-      break;
+    case kMapped: entry.mapped[message.id] = message.text; break;
     case kRetired:
       if (at >= entry.segments.size()) break;
       set_table(peer, message.id, nullptr);
       entry.segments[at].reset();
       break;
-    case kOffered:
-      entry.offered = message.bytes;
-      entry.offer_failure = message.text;
+    case kSaid: entry.said.push_back({message.id, {message.bytes, message.text}}); break;
+    case kResetTo: entry.reset_to = {message.bytes, std::stoull(message.text), message.id}; break;
+    case kResetReached: entry.reset_reached = message.bytes; break;
+    case kDeparted:
+      entry.departed = true;
+      if (message.bytes == 1) tell_kernels_of_loss(peer);
       break;
-    case kSettled:
-      entry.settled = message.bytes;
-      entry.settle_failure = message.text;
-      break;
-    case kDeparted: entry.departed = true; break;
     default: throw Error("rank " + std::to_string(peer) + " sent an unknown control message");
   }
 }
@@ -139,26 +132,68 @@ void DeviceWorld::take_messages() {
     bool closed = false;
     while (channel_->receive_segment(peer, &message, &closed)) take_message(peer, message);
     peers_[peer].closed = closed;
+    if (closed && !peers_[peer].departed) tell_kernels_of_loss(peer);
   }
+}
+
+void DeviceWorld::attend() noexcept {
+  try {
+    take_messages();
+  } catch (...) {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (!attendant_failure_) attendant_failure_ = std::current_exception();
+  }
+}
+
+void DeviceWorld::check_attendant() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (attendant_failure_) std::rethrow_exception(attendant_failure_);
+}
+
+// Kernels that wait for it leave, once they have looked again at what it wrote last.
+void DeviceWorld::tell_kernels_of_loss(int peer) {
+  const std::uint64_t bit = std::uint64_t{1} << peer;
+  if ((lost_peers_ & bit) != 0) return;
+  lost_peers_ |= bit;
+  word_mirror_[kMirrorLost] = lost_peers_;
+  copy_to_device(&domain_.words.state(workspace_->base()).lost_peers, &word_mirror_[kMirrorLost], sizeof(lost_peers_));
+}
+
+void DeviceWorld::copy_to_device(void* device, const void* mirror, std::size_t bytes) {
+  const OnDevice on_device(device_);
+  const OutsideCapture outside_capture;
+  check(driver().cuMemcpyHtoDAsync(to_device(device), mirror, bytes, static_cast<CUstream>(copy_stream_->get())),
+        "cuMemcpyHtoDAsync");
+}
+
+void DeviceWorld::copy_from_device(void* mirror, const void* device, std::size_t bytes) {
+  const OnDevice on_device(device_);
+  const OutsideCapture outside_capture;
+  check(driver().cuMemcpyDtoHAsync(mirror, to_device(device), bytes, static_cast<CUstream>(copy_stream_->get())),
+        "cuMemcpyDtoHAsync");
+}
+
+// No interrupts: the thread that waits may be the attendant.
+void DeviceWorld::wait_copied() {
+  const OnDevice on_device(device_);
+  const OutsideCapture outside_capture;
+  CUresult status = CUDA_ERROR_NOT_READY;
+  poll_until(
+      {rank_, options_.timeout_seconds, {}, {}}, "a copy of a few bytes",
+      [&] {
+        status = driver().cuStreamQuery(static_cast<CUstream>(copy_stream_->get()));
+        return status == CUDA_ERROR_NOT_READY ? rank_ : -1;
+      },
+      [](int) { return std::string("it does not end"); });
+  check(status, "a copy of a few bytes");
 }
 
 void DeviceWorld::set_table(int peer, int segment, char* base) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   const std::size_t at = static_cast<std::size_t>(peer * layout::kMaxSegments + segment);
   table_mirror_[at] = base;
-  const OnDevice on_device(device_);
-  const OutsideCapture outside_capture;
-  const auto stream = static_cast<CUstream>(copy_stream_->get());
-  check(driver().cuMemcpyHtoDAsync(to_device(&table_[at]), &table_mirror_[at], sizeof(char*), stream),
-        "cuMemcpyHtoDAsync");
-  // Done before anybody is told: a kernel of a call that names the segment finds it, whenever it was launched.
-  CUresult status = CUDA_ERROR_NOT_READY;
-  const WaitRules rules{rank_, options_.timeout_seconds, options_.interrupt_check, {}};
-  poll_until(
-      rules, "copying the address of a segment",
-      [&] { return (status = driver().cuStreamQuery(stream)) == CUDA_ERROR_NOT_READY ? rank_ : -1; },
-      [](int) { return std::string("a copy of 8 bytes does not end"); });
-  check(status, "copy of a segment's address");
+  copy_to_device(&table_[at], &table_mirror_[at], sizeof(char*));
+  wait_copied();  // before anybody is told: a kernel of a call that names the segment finds it
 }
 
 char* DeviceWorld::address(int peer, int segment, std::size_t offset) {
@@ -176,64 +211,6 @@ char* DeviceWorld::address(int peer, int segment, std::size_t offset) {
   return known() + offset;
 }
 
-DeviceWorld::Growth DeviceWorld::run_round(const std::string& offer_failure) {
-  ++round_;
-  const auto join = [&](const char* phase, std::uint64_t Peer::* round) {
-    wait(
-        phase,
-        [&] {
-          take_messages();
-          for (int peer = 0; peer < num_ranks_; ++peer) {
-            if (peer != rank_ && peers_[peer].*round < round_) return peer;
-          }
-          return -1;
-        },
-        [&](int peer) {
-          return "expected round " + std::to_string(round_) + ", saw " + std::to_string(peers_[peer].*round);
-        });
-  };
-  Growth growth;
-  send_all(kOffered, -1, round_, offer_failure);
-  join("appending segments", &Peer::offered);
-  for (int peer = 0; peer < num_ranks_; ++peer)
-    growth.reasons.push_back(peer == rank_ ? offer_failure : peers_[peer].offer_failure);
-  // Whoever has offered has sent its segments before: they are mapped here, or it is known why not.
-  const std::string own_failure = std::exchange(import_failure_, {});
-  send_all(kSettled, -1, round_, own_failure);
-  join("mapping segments", &Peer::settled);
-  bool mapped = true;
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    const std::string& failure = peer == rank_ ? own_failure : peers_[peer].settle_failure;
-    if (failure.empty()) continue;
-    mapped = false;
-    if (growth.reasons[peer].empty()) growth.reasons[peer] = failure;
-  }
-  if (!mapped) retire_round_segments();
-  round_segments_.clear();
-  growth.everywhere = std::all_of(growth.reasons.begin(), growth.reasons.end(),
-                                  [](const std::string& reason) { return reason.empty(); });
-  return growth;
-}
-
-void DeviceWorld::retire_round_segments() {
-  for (const int id : round_segments_) {
-    if (!heap_->retire(id)) continue;  // blocks of it are in use here, or it is the workspace
-    set_table(rank_, id, nullptr);
-    send_all(kRetired, id, 0, {});
-  }
-}
-
-DeviceWorld::Growth DeviceWorld::grow(std::size_t bytes) {
-  drop_retired();
-  std::string reason;
-  try {
-    if (bytes > 0) heap_->grow(bytes, &reason);
-  } catch (const Error& error) {
-    reason = error.what();
-  }
-  return run_round(reason);
-}
-
 Block DeviceWorld::allocate_or_grow(std::size_t bytes, Stream first_user, std::string* reason) {
   for (;;) {
     if (Block block = device_heap_->allocate(bytes, first_user)) return block;
@@ -242,18 +219,73 @@ Block DeviceWorld::allocate_or_grow(std::size_t bytes, Stream first_user, std::s
 }
 
 bool DeviceWorld::shared(int segment) {
-  poll();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto at = static_cast<std::size_t>(segment);
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (peer == rank_) continue;
-    if (at >= peers_[peer].has_mapped.size() || !peers_[peer].has_mapped[at]) return false;
+    const auto known = peers_[peer].mapped.find(segment);
+    if (known == peers_[peer].mapped.end() || !known->second.empty()) return false;
   }
   return true;
 }
 
-void DeviceWorld::poll() {
-  if (num_ranks_ > 1 && channel_->readable()) take_messages();
+void DeviceWorld::wait_until_shared(int segment, const char* phase) {
+  if (shared(segment)) return;
+  const auto first_missing = [&] {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      if (peer != rank_ && peers_[peer].mapped.count(segment) == 0) return peer;
+    }
+    return -1;
+  };
+  wait(phase, first_missing, [&](int) { return "expected that it maps segment " + std::to_string(segment); });
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    if (peer == rank_) continue;
+    if (const std::string& failure = peers_[peer].mapped[segment]; !failure.empty()) throw BufferTooSmallError(failure);
+  }
+}
+
+void DeviceWorld::wait_for_kernel(const char* phase, const std::function<bool()>& started,
+                                  const std::function<bool()>& ready) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kLook = std::chrono::milliseconds(1);
+  constexpr double kForever = 1e9;  // seconds
+  if (ready()) return;
+  const double limit = 2 * options_.timeout_seconds + 2;
+  auto last_look = Clock::now();
+  Clock::time_point running_since{};
+  const WaitRules rules{rank_, kForever, options_.interrupt_check, {}};
+  const auto look = [&] {
+    const auto now = Clock::now();
+    if (now - last_look < kLook) return;
+    last_look = now;
+    const CUresult status = query(comm_stream());
+    if (status != CUDA_SUCCESS && status != CUDA_ERROR_NOT_READY) check(status, "a kernel on the comm stream");
+    if (ready()) return;
+    if (status == CUDA_SUCCESS) throw Error(std::string(phase) + ": the kernel has ended without a word to its host");
+    if (running_since == Clock::time_point{}) {
+      if (started()) running_since = now;
+    } else if (std::chrono::duration<double>(now - running_since).count() > limit) {
+      throw TimeoutError("rank " + std::to_string(rank_) + " waited " + std::to_string(limit) +
+                         " s for its own kernel in " + phase);
+    }
+  };
+  poll_until(
+      rules, phase,
+      [&] {
+        if (ready()) return -1;
+        look();
+        return ready() ? -1 : rank_;
+      },
+      [](int) { return std::string("its own kernel has not ended"); });
+}
+
+void DeviceWorld::wait_idle(const char* phase) {
+  CUresult status = CUDA_ERROR_NOT_READY;
+  wait(
+      phase, [&] { return (status = query(comm_stream())) == CUDA_ERROR_NOT_READY ? rank_ : -1; },
+      [](int) { return std::string("the comm stream is busy"); });
+  check(status, "the comm stream");
 }
 
 void DeviceWorld::wait(const char* phase, const std::function<int()>& first_missing,
@@ -278,15 +310,17 @@ bool DeviceWorld::peer_gone(int peer, std::string* how) {
   return false;
 }
 
-void DeviceWorld::depart() noexcept {
+void DeviceWorld::depart(bool all_on_comm_stream) noexcept {
+  attendant_.reset();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (device_heap_) device_heap_->close();
   if (channel_) {
+    const bool idle = all_on_comm_stream && comm_stream_ && query(comm_stream()) == CUDA_SUCCESS;
     for (int peer = 0; peer < num_ranks_; ++peer) {
       if (peer == rank_ || peers_[peer].closed) continue;
       peers_[peer].closed = true;
       try {
-        channel_->send_segment(peer, {.id = -1, .bytes = 0, .fd = -1, .kind = kDeparted, .text = {}});
+        channel_->send_segment(peer, {.id = -1, .bytes = idle ? 1u : 0u, .fd = -1, .kind = kDeparted, .text = {}});
       } catch (const Error&) {  // it is gone too, or was never connected
       }
     }
@@ -299,10 +333,11 @@ DeviceWorld::~DeviceWorld() { release(); }
 
 void DeviceWorld::release() noexcept {
   if (forks_ != fork_count()) {
-    (void)channel_.release();  // its descriptors are closed in a child already
+    (void)channel_.release();    // its descriptors are closed in a child already
+    (void)attendant_.release();  // whose thread is the parent's
     return;
   }
-  depart();
+  depart(false);
   if (!comm_stream_) return;
   const OnDevice on_device = OnDevice::quiet(device_);
   if (!on_device) return;

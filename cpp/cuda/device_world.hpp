@@ -4,8 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <exception>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,6 +16,7 @@
 
 #include <deep_moe/bootstrap.hpp>
 
+#include "cuda/attendant.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device_heap.hpp"
 #include "cuda/device_segment.hpp"
@@ -32,7 +36,8 @@ struct DeviceWorldOptions {
   std::function<Stream()> current_stream;  // the calling thread's current stream of the device, for deleters
 };
 
-// Calls on one rank's world come from one thread at a time, but for those that say otherwise.
+// Calls on one rank's world come from one thread at a time, but for those that say otherwise. A thread of its own maps
+// what peers append and notices their end, whatever the callers do.
 class DeviceWorld {
  public:
   // Collective. If any rank cannot make its part, every rank throws with that rank's reason.
@@ -59,41 +64,72 @@ class DeviceWorld {
     bool everywhere = true;            // every rank that asked has its memory, and every rank can reach it
     std::vector<std::string> reasons;  // by rank; empty where nothing failed
   };
-  // Collective: a rank that needs more passes the bytes, the others 0. All ranks return the same.
-  Growth grow(std::size_t bytes);
+  // Collective: a rank that needs more passes the bytes, and more that it would like, the others 0. All ranks return
+  // the same.
+  Growth grow(std::size_t bytes, std::size_t preferred = 0);
   // Local: as heap().allocate, with a new segment where that gives nothing; an empty Block and the reason if that
-  // fails. Peers map the segment when they next look (poll, grow, address): publish places in it only once shared()
-  // says so.
+  // fails. Publish places in it only once shared() says so.
   Block allocate_or_grow(std::size_t bytes, Stream first_user, std::string* reason);
-  // True if every peer has mapped this rank's segment.
+  // True if every peer has mapped this rank's segment, which their attendants do soon.
   bool shared(int segment);
-  // Maps what peers have appended; costs one system call if there is nothing. Call it now and then (at each call).
-  void poll();
+  // Waits for that; throws BufferTooSmallError if some peer cannot.
+  void wait_until_shared(int segment, const char* phase);
+  // Throws what the attendant has met with.
+  void check_attendant();
+
+  struct Said {
+    std::uint64_t value = 0;
+    std::string text;
+  };
+  // Collective, between hosts alone: what every rank says, by rank.
+  std::vector<Said> exchange(const char* phase, std::uint64_t value, const std::string& text);
+
+  // Collective, after a failure: ends this rank's kernels, agrees on a new epoch, and makes the state of all ranks as
+  // new. Streams other than comm_stream() must not hold calls of this Buffer any more.
+  void reset();
 
   // poll_until with this world's rules; also throws PeerLostError when the blamed peer has left.
   void wait(const char* phase, const std::function<int()>& first_missing,
             const std::function<std::string(int peer)>& describe);
+  // Until ready(): what a kernel of this rank on the comm stream tells its host. The deadline counts from started(): a
+  // kernel may stand behind other work for as long as that takes. Kernels have deadlines of their own, which come
+  // first and say more. Also throws what the device has failed with.
+  void wait_for_kernel(const char* phase, const std::function<bool()>& started, const std::function<bool()>& ready);
+  // Until the comm stream has nothing left to do.
+  void wait_idle(const char* phase);
   // True once the peer has left or its process has ended.
   bool peer_gone(int peer, std::string* how);
   // Local: tells the peers and closes the channel; the heap gives no more blocks. Memory lives on while it has users.
-  void depart() noexcept;
+  // `all_on_comm_stream`: no calls of this rank run anywhere else (in graphs).
+  void depart(bool all_on_comm_stream) noexcept;
 
  private:
   struct Peer {
     std::uint64_t uid = 0;
     bool local = false;  // shares this process
     bool departed = false, closed = false;
+    bool lost = false;                               // kernels have been told
     int device = -1;                                 // as seen here; -1: not visible
     std::vector<std::shared_ptr<Segment>> segments;  // by id, null until mapped
-    std::uint64_t offered = 0, settled = 0;          // rounds of grow
-    std::string offer_failure, settle_failure;       // of the last round
-    std::vector<bool> has_mapped;                    // my segments, by id
+    std::map<int, std::string> mapped;               // my segments, and why it could not; empty: it has
+    std::deque<std::pair<int, Said>> said;           // rounds of exchange() and what it says in them
+    struct Reset {
+      std::uint64_t generation = 0, epoch = 0;
+      int round = 0;
+    } reset_to;                       // where it wants to go
+    std::uint64_t reset_reached = 0;  // the generation that it is in
   };
 
   void connect(const Bootstrap& bootstrap);
   void announce_segment(int id, const std::shared_ptr<Segment>& segment);
   void send_all(std::uint32_t kind, int id, std::uint64_t value, const std::string& text);
   void take_messages();
+  void attend() noexcept;
+  void tell_kernels_of_loss(int peer);
+  void copy_to_device(void* device, const void* mirror, std::size_t bytes);
+  void copy_from_device(void* mirror, const void* device, std::size_t bytes);
+  void wait_copied();
+  void agree_on_reset();
   void take_message(int peer, ControlChannel::SegmentMessage& message);
   std::shared_ptr<Segment> import_segment(int peer, const ControlChannel::SegmentMessage& message);
   void set_table(int peer, int segment, char* base);
@@ -116,12 +152,18 @@ class DeviceWorld {
 
   std::recursive_mutex mutex_;  // of what messages change
   std::vector<Peer> peers_;
-  std::vector<int> round_segments_;  // mine, appended since the last round
-  std::string import_failure_;       // since the last round
-  std::uint64_t round_ = 0;
-  int num_segments_ = 0;    // numbers taken, the workspace's included
-  char** table_ = nullptr;  // device
+  std::vector<int> round_segments_;                        // mine, appended since the last round
+  std::string import_failure_;                             // since the last round
+  int round_ = 0;                                          // of exchange()
+  std::uint64_t generation_ = 0, cleared_generation_ = 0;  // resets done, and this rank's part of them
+  Peer::Reset reset_to_;                                   // where this rank wants to go
+  int num_segments_ = 0;                                   // numbers taken, the workspace's included
+  char** table_ = nullptr;                                 // device
   char** table_mirror_ = nullptr;
+  std::uint64_t* word_mirror_ = nullptr;  // pinned: lost peers, 1, the epoch read from the device
+  std::uint64_t lost_peers_ = 0;
+  std::exception_ptr attendant_failure_;
+  std::unique_ptr<Attendant> attendant_;  // last: it uses all of the above
 };
 
 // The same as the constructor; in builds without CUDA it throws UnavailableError.

@@ -1,5 +1,6 @@
 // The constructor of a DeviceWorld: the only place where the user's process group is used.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -7,6 +8,7 @@
 #include <deep_moe/error.hpp>
 
 #include "cuda/device_world.hpp"
+#include "cuda/device_world_messages.hpp"
 #include "cuda/driver.hpp"
 #include "cuda/retire.hpp"
 #include "runtime/process.hpp"
@@ -127,10 +129,12 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     prepare_kernels(device_);
     comm_stream_ = std::make_shared<OwnStream>(device_, true);
     copy_stream_ = std::make_shared<OwnStream>(device_, true);
-    words_ = std::make_shared<MappedWords>(device_, mirror_at + table_bytes);
+    words_ = std::make_shared<MappedWords>(device_, mirror_at + table_bytes + sizeof(std::uint64_t) * kNumMirrorWords);
     workspace_ = DeviceSegment::create(device_, table_at + table_bytes, options_.memory);
     table_ = reinterpret_cast<char**>(workspace_->base() + table_at);
     table_mirror_ = reinterpret_cast<char**>(words_->host() + mirror_at);
+    word_mirror_ = reinterpret_cast<std::uint64_t*>(words_->host() + mirror_at + table_bytes);
+    domain_.words = layout::DeviceLayout(num_ranks_);
     const OnDevice on_device(device_);
     check(driver().cuMemsetD8Async(to_device(workspace_->base()), 0, workspace_->bytes(),
                                    static_cast<CUstream>(copy_stream_->get())),
@@ -180,7 +184,12 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
             throw Error("there are " + std::to_string(layout::kMaxSegments) + " segments already");
           return DeviceSegment::create(device_, bytes, options_.memory);
         });
-    device_heap_ = std::make_shared<DeviceHeap>(heap_, comm_stream_, options_.current_stream);
+    const auto has_failed = [words = words_, at = layout::HostLayout(num_ranks_)] {
+      layout::ErrorRecord& record = at.error(words->host());
+      return layout::fails_buffer(static_cast<layout::KernelErrorKind>(
+          std::atomic_ref<std::uint32_t>(record.kind).load(std::memory_order_acquire)));
+    };
+    device_heap_ = std::make_shared<DeviceHeap>(heap_, comm_stream_, options_.current_stream, has_failed);
     heap_->append_foreign(workspace_);
     std::string reason;
     if (options_.heap_bytes > 0 && !heap_->grow(options_.heap_bytes, &reason))
@@ -199,12 +208,12 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   }
   domain_.rank = rank_;
   domain_.num_ranks = num_ranks_;
-  domain_.words = layout::DeviceLayout(num_ranks_);
   domain_.host_words = layout::HostLayout(num_ranks_);
   for (int peer = 0; peer < num_ranks_; ++peer)
     domain_.workspaces[peer] = peer == rank_ ? workspace_->base() : peers_[peer].segments.at(0)->base();
   domain_.host = words_->device();
   domain_.timeout_ns = static_cast<std::uint64_t>(std::min(options_.timeout_seconds, 1e9) * 1e9);
+  if (num_ranks_ > 1) attendant_ = std::make_unique<Attendant>(*channel_, [this] { attend(); });
 }
 
 }  // namespace deep_moe::cuda

@@ -43,6 +43,7 @@ namespace deep_moe::cuda {
   X(cuMemFreeHost)                     \
   X(cuMemsetD8Async)                   \
   X(cuMemcpyHtoDAsync)                 \
+  X(cuMemcpyDtoHAsync)                 \
   X(cuStreamCreateWithPriority)        \
   X(cuStreamDestroy)                   \
   X(cuStreamQuery)                     \

@@ -1,7 +1,9 @@
 #include "cuda/retire.hpp"
 
 #include <algorithm>
+#include <map>
 #include <mutex>
+#include <utility>
 
 #include "runtime/process.hpp"
 
@@ -40,7 +42,34 @@ Waiting& waiting() {
 
 }  // namespace
 
-OwnStream::OwnStream(int device, bool high_priority) : device_(device), forks_(fork_count()) {
+namespace {
+
+// Streams are never destroyed: whoever was told of one (a framework's allocator, in record_stream) may record an event
+// on it as long as the process lives.
+struct IdleStreams {
+  std::mutex mutex;
+  std::map<std::pair<int, bool>, std::vector<CUstream>> list;
+};
+
+IdleStreams& idle_streams() {
+  static auto* idle = new IdleStreams;
+  return *idle;
+}
+
+}  // namespace
+
+OwnStream::OwnStream(int device, bool high_priority)
+    : device_(device), high_priority_(high_priority), forks_(fork_count()) {
+  {
+    IdleStreams& idle = idle_streams();
+    const std::lock_guard<std::mutex> lock(idle.mutex);
+    auto& streams = idle.list[{device, high_priority}];
+    if (!streams.empty()) {
+      stream_ = streams.back();
+      streams.pop_back();
+      return;
+    }
+  }
   const OnDevice on_device(device);
   const OutsideCapture outside_capture;
   int lowest = 0, highest = 0;
@@ -51,8 +80,9 @@ OwnStream::OwnStream(int device, bool high_priority) : device_(device), forks_(f
 
 OwnStream::~OwnStream() {
   if (forks_ != fork_count()) return;
-  const OnDevice on_device = OnDevice::quiet(device_);
-  if (on_device) driver().cuStreamDestroy(stream_);
+  IdleStreams& idle = idle_streams();
+  const std::lock_guard<std::mutex> lock(idle.mutex);
+  idle.list[{device_, high_priority_}].push_back(stream_);
 }
 
 struct EventPool::State {

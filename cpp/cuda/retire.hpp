@@ -8,7 +8,7 @@
 
 namespace deep_moe::cuda {
 
-// A stream of ours; outlives the tensors that name it as a user.
+// A stream of ours, for one user at a time; given back, it waits for the next. Given back only once its work is done.
 class OwnStream {
  public:
   OwnStream(int device, bool high_priority);  // non-blocking; throws Error
@@ -20,6 +20,7 @@ class OwnStream {
 
  private:
   const int device_;
+  const bool high_priority_;
   const std::uint64_t forks_;
   CUstream stream_ = nullptr;
 };

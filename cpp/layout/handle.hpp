@@ -12,7 +12,7 @@ enum DispatchMeta : int {
   kMetaNumRanks,
   kMetaHash,  // of the rank-by-rank counts: the same on every rank of one dispatch
   kMetaReserved,
-  kDispatchMetaSize,
+  kDispatchMetaSize,  // on GPUs R more: the rows that came from each rank, where the host knows them
 };
 
 enum LowLatencyMeta : int {

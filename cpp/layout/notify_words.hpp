@@ -31,6 +31,7 @@ struct alignas(64) NotifyState {
   std::uint64_t outcome;        // tag_count(epoch, NotifyOutcome) of the last call, for the kernels behind it
   std::uint32_t failed;         // 1 after a time-out, until the reset: every kernel leaves at once
   std::uint32_t error_claimed;  // 1 while the error record holds something that the host has not taken
+  std::uint64_t lost_peers;     // bit p: rank p will never write again, as the host has found out
 };
 
 // Of one rank, for its own launches of dispatch and combine; all zero between them.
@@ -181,7 +182,15 @@ enum class KernelErrorKind : std::uint32_t {
   kPeerRefused,
   kCallMismatch,
   kUnknownSegment,  // a peer's place lies in a segment that has no address here; `seen` is its number
+  kPeerLost,        // waited for a peer of `lost_peers`
+  kTooFewRows,      // `peer` takes `expected` rows, a fixed number, and `seen` arrive there; nothing was sent
 };
+
+// Whether the Buffer is failed from then on, until a reset. After the others its next call works.
+inline constexpr bool fails_buffer(KernelErrorKind kind) {
+  return kind == KernelErrorKind::kTimeout || kind == KernelErrorKind::kPeerLost ||
+         kind == KernelErrorKind::kUnknownSegment;
+}
 
 // The first error since the host took the last one. Filled by one thread; `kind` is written last, release.
 struct alignas(64) ErrorRecord {
@@ -202,9 +211,11 @@ struct alignas(64) ErrorRecord {
 // host needs no order among them: it reads each word until its tag is right.
 enum class HostRegion : int {
   kError,       // ErrorRecord, one
+  kStarted,     // u64      tag_count(sequence, 1) once the kernel runs, one
   kOutcome,     // u64      tag_count(sequence, NotifyOutcome), one
   kRankRows,    // u64[R]   rows that each rank receives
   kRankFit,     // u64[R]   PlaceFit
+  kSourceRows,  // u64[R]   rows that this rank receives from each
   kExpertRows,  // u64[Lmax] entries for each of my experts, all sources
   kCount,
 };
@@ -213,9 +224,11 @@ inline constexpr std::size_t region_bytes(HostRegion region, int num_ranks) {
   const std::size_t word = sizeof(std::uint64_t);
   switch (region) {
     case HostRegion::kError: return sizeof(ErrorRecord);
+    case HostRegion::kStarted:
     case HostRegion::kOutcome: return word;
     case HostRegion::kRankRows:
-    case HostRegion::kRankFit: return word * static_cast<std::size_t>(num_ranks);
+    case HostRegion::kRankFit:
+    case HostRegion::kSourceRows: return word * static_cast<std::size_t>(num_ranks);
     case HostRegion::kExpertRows: return word * static_cast<std::size_t>(expert_count_stride(num_ranks));
     default: return 0;
   }
@@ -240,9 +253,13 @@ class HostLayout {
   }
 
   DM_HOST_DEVICE ErrorRecord& error(char* base) const { return *at<ErrorRecord>(base, HostRegion::kError); }
+  DM_HOST_DEVICE std::uint64_t& started(char* base) const { return *at<std::uint64_t>(base, HostRegion::kStarted); }
   DM_HOST_DEVICE std::uint64_t& outcome(char* base) const { return *at<std::uint64_t>(base, HostRegion::kOutcome); }
   DM_HOST_DEVICE std::uint64_t* rank_rows(char* base) const { return at<std::uint64_t>(base, HostRegion::kRankRows); }
   DM_HOST_DEVICE std::uint64_t* rank_fit(char* base) const { return at<std::uint64_t>(base, HostRegion::kRankFit); }
+  DM_HOST_DEVICE std::uint64_t* source_rows(char* base) const {
+    return at<std::uint64_t>(base, HostRegion::kSourceRows);
+  }
   DM_HOST_DEVICE std::uint64_t* expert_rows(char* base) const {
     return at<std::uint64_t>(base, HostRegion::kExpertRows);
   }

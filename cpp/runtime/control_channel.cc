@@ -69,7 +69,7 @@ bool has_input(int fd, int timeout_ms) {
 }  // namespace
 
 ControlChannel::ControlChannel(int rank, int num_ranks)
-    : rank_(rank), num_ranks_(num_ranks), fds_(num_ranks, -1), pid_fds_(num_ranks, -1) {
+    : rank_(rank), num_ranks_(num_ranks), fds_(num_ranks, -1), pid_fds_(num_ranks, -1), ended_(num_ranks) {
   std::random_device random;
   listen_fd_ = new_socket();
   close_in_child(listen_fd_);
@@ -185,11 +185,11 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
   header.msg_controllen = sizeof(control);
   const ssize_t got = ::recvmsg(fds_[peer], &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0) {
-    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) *closed = true;
+    if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) *closed = ended_[peer] = true;
     return false;
   }
   if (got == 0) {
-    *closed = true;
+    *closed = ended_[peer] = true;
     return false;
   }
   const cmsghdr* rights = CMSG_FIRSTHDR(&header);
@@ -208,12 +208,18 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
   return true;
 }
 
-bool ControlChannel::readable() const {
+bool ControlChannel::poll_peers(int extra_fd, int timeout_ms) const {
   std::vector<pollfd> entries;
-  entries.reserve(fds_.size());
-  for (const int fd : fds_) entries.push_back({fd, POLLIN, 0});  // poll() passes over -1
-  return ::poll(entries.data(), entries.size(), 0) > 0;
+  entries.reserve(fds_.size() + 1);
+  for (int peer = 0; peer < num_ranks_; ++peer)  // poll() passes over -1
+    entries.push_back({ended_[peer] ? -1 : fds_[peer], POLLIN, 0});
+  entries.push_back({extra_fd, POLLIN, 0});
+  return ::poll(entries.data(), entries.size(), timeout_ms) > 0;
 }
+
+bool ControlChannel::readable() const { return poll_peers(-1, 0); }
+
+void ControlChannel::wait_readable(int wake_fd) const { poll_peers(wake_fd, -1); }
 
 bool ControlChannel::peer_closed(int peer) const {
   if (fds_[peer] < 0) return false;

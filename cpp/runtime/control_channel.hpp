@@ -2,6 +2,7 @@
 // process is gone. The user's process group is used in the constructor alone.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -32,17 +33,22 @@ class ControlChannel {
   void send_segment(int peer, const SegmentMessage& message);  // throws Error if the peer is gone
   // Takes one message if one is there. Returns false if none is; sets *closed if the peer's end is closed.
   bool receive_segment(int peer, SegmentMessage* message, bool* closed);
-  // True if some peer has sent something or closed its end; one system call.
+  // True if some peer that has not closed its end has sent something or does so now; one system call.
   bool readable() const;
+  // Blocks until that is so, or until `wake_fd` has input.
+  void wait_readable(int wake_fd) const;
   // True once the peer's process has ended or it has closed its end (messages may still be unread).
   bool peer_closed(int peer) const;
   void close() noexcept;
 
  private:
+  bool poll_peers(int extra_fd, int timeout_ms) const;
+
   int rank_, num_ranks_;
   int listen_fd_ = -1;
   std::string name_;
   std::vector<int> fds_, pid_fds_;
+  std::vector<std::atomic<bool>> ended_;  // by peer: receive_segment has seen the end
 };
 
 }  // namespace deep_moe

@@ -3,6 +3,8 @@
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
+#include <chrono>
+
 #include "gpu_world.cuh"
 #include "high_throughput_model.hpp"
 
@@ -105,6 +107,29 @@ TEST_CASE("GPU Buffer: many calls, memory is reused") {
   });
 }
 
+TEST_CASE("GPU Buffer: a rank that leaves is noticed long before the deadline") {
+  if (no_preview()) return;
+  const Shape shape{2, {24, 24}, 256, 16, 4};
+  on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
+    Buffer buffer(bootstrap, streams.options(64 << 20, 60));
+    const Memory memory = streams.memory();
+    round_trip(buffer, shape, 1, -1, memory);
+    Input input = make_input(shape, buffer.rank(), 1);
+    const Uploaded uploaded = upload(buffer, memory, input, shape);
+    char none[8] = {}, all[16];
+    bootstrap.all_gather(none, all, 8);
+    const auto start = std::chrono::steady_clock::now();
+    if (buffer.rank() == 1) {
+      buffer.destroy();
+    } else {
+      expect_throw<PeerLostError>([&] { buffer.dispatch(dispatch_args(uploaded, shape)); }, "rank 1");
+      expect_throw<PeerLostError>([&] { buffer.check(); }, "destroyed");
+    }
+    expect(std::chrono::steady_clock::now() - start < std::chrono::seconds(10), "noticed soon");
+    bootstrap.all_gather(none, all, 8);
+  });
+}
+
 TEST_CASE("GPU Buffer: refusals, different calls and a silent rank are named") {
   if (no_preview()) return;
   const Shape shape{2, {24, 24}, 256, 16, 4};
@@ -135,6 +160,12 @@ TEST_CASE("GPU Buffer: refusals, different calls and a silent rank are named") {
       expect_throw<TimeoutError>([&] { buffer.check(); }, "rank 1");
     }
     bootstrap.all_gather(none, all, 8);
+    if (buffer.rank() == 0) expect_throw<TimeoutError>([&] { buffer.reset(); }, "rank 1");
+    bootstrap.all_gather(none, all, 8);
+    buffer.reset();
+    buffer.check();
+    for (std::uint64_t step = 4; step < 8; ++step) round_trip(buffer, shape, step, -1, memory);
+    expect(buffer.memory_stats().quarantined_bytes == 0, "nothing is quarantined after the reset");
   });
   int count = 0;
   CHECK(cudaGetDeviceCount(&count) == cudaSuccess);

@@ -256,6 +256,13 @@ GPU_TEST_CASE("notify: every rank sees whose place is too small") {
   CHECK((fits(2) == std::vector<std::uint32_t>{0, 1, 0, 0, 1, 0, 0, 1, 0}));
   notify_all(world, 3, NotifyOutcome::kTooSmallHard, place(0, layout::kPlaceHard));
   CHECK((fits(3) == std::vector<std::uint32_t>{0, 2, 0, 0, 2, 0, 0, 2, 0}));
+  for (int r = 0; r < 3; ++r) {
+    const layout::ErrorRecord& error = world.error(r);
+    CHECK(error.kind == static_cast<std::uint32_t>(layout::KernelErrorKind::kTooFewRows));
+    CHECK(error.peer == 1);
+    CHECK(error.expected == 0);
+    CHECK(error.seen == static_cast<std::uint64_t>(rows_at_1));
+  }
 }
 
 GPU_TEST_CASE("notify: ranks that make different calls all see it, and the next call works") {

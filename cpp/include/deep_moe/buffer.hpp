@@ -57,7 +57,7 @@ struct DispatchHandle {
   TensorView recv_src_idx;        // [N] i32, source token of each received row; -1 past the end
   TensorView is_token_in_rank;    // [T, R] bool
   TensorView send_index;          // [T, R] i32, row index of the token at that rank, or -1
-  TensorView meta;                // [8] i64, see layout/handle.hpp
+  TensorView meta;                // [8] i64, on GPUs [8] or [8 + R], see layout/handle.hpp
 };
 
 struct OwnedDispatchHandle {

@@ -212,6 +212,13 @@ __device__ __forceinline__ std::uint32_t write_prefix(const NotifyArgs& args, in
   return rows;
 }
 
+// A host that does not wait for the counts has to learn it too.
+__device__ __forceinline__ void report_too_few_rows(const WaitScope& scope, int dst, std::int64_t capacity,
+                                                    std::uint32_t rows) {
+  report_error(scope, layout::KernelErrorKind::kTooFewRows, layout::WaitPhase::kNone, dst,
+               static_cast<std::uint64_t>(capacity), rows, [](layout::ErrorRecord&) {});
+}
+
 // The block that speaks to the peers' gathering blocks and to the host. No block of this rank waits for it.
 __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const NotifyArgs& args,
                                              std::uint32_t* dynamic_shared) {
@@ -225,7 +232,10 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
   std::uint32_t* expert_sums = dynamic_shared;
   std::uint32_t* matrix = dynamic_shared + args.num_experts;
 
-  if (thread == 0) trouble = 0;
+  if (thread == 0) {
+    trouble = 0;
+    tell_host(args.sequence, &domain.host_words.started(domain.host), 1);
+  }
   if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) {
     if (thread == 0) finish(scope, args.sequence, NotifyOutcome::kFailed);
     return;
@@ -266,10 +276,15 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
   layout::PlaceFit fit = layout::PlaceFit::kFits;
   if (thread < num_ranks) {
     const std::uint32_t rows = write_prefix(args, num_ranks, thread, matrix);
-    if (rows > place.capacity)
-      fit = (place.flags & layout::kPlaceHard) ? layout::PlaceFit::kTooSmallHard : layout::PlaceFit::kTooSmall;
+    if (rows > place.capacity) {
+      const bool hard = (place.flags & layout::kPlaceHard) != 0;
+      fit = hard ? layout::PlaceFit::kTooSmallHard : layout::PlaceFit::kTooSmall;
+      if (hard) report_too_few_rows(scope, thread, place.capacity, rows);
+    }
     tell_host(args.sequence, domain.host_words.rank_rows(domain.host) + thread, rows);
     tell_host(args.sequence, domain.host_words.rank_fit(domain.host) + thread, static_cast<std::uint32_t>(fit));
+    tell_host(args.sequence, domain.host_words.source_rows(domain.host) + thread,
+              matrix[thread * num_ranks + domain.rank]);
   }
   for (int l = thread; l < num_local_experts; l += NotifyTuning::kThreads) {
     tell_host(args.sequence, domain.host_words.expert_rows(domain.host) + l, expert_sums[l]);

@@ -37,8 +37,8 @@ __device__ void report_error(const WaitScope& scope, layout::KernelErrorKind kin
 }
 
 // Loads until `ready` says yes to what was loaded, and returns true with it in `*value`. Returns false when the
-// deadline has passed or another block of this rank has given up: the caller's block must leave, and every kernel after
-// it does.
+// deadline has passed, the peer is gone or another block of this rank has given up: the caller's block must leave, and
+// every kernel after it does.
 template <typename Load, typename Ready>
 __device__ bool wait_until(const WaitScope& scope, layout::WaitPhase phase, int peer, std::uint64_t expected, Load load,
                            Ready ready, std::uint64_t* value) {
@@ -50,6 +50,14 @@ __device__ bool wait_until(const WaitScope& scope, layout::WaitPhase phase, int 
     if (round < kRoundsPerLook) continue;
     round = 0;
     if (ptx::ld_relaxed_gpu(&scope.state().failed) != 0) return false;
+    if ((ptx::ld_relaxed_gpu(&scope.state().lost_peers) >> peer & 1) != 0) {
+      *value = load();  // what the peer wrote last was there before the host knew that it is gone
+      if (ready(*value)) return true;
+      ptx::st_relaxed_gpu(&scope.state().failed, 1u);
+      report_error(scope, layout::KernelErrorKind::kPeerLost, phase, peer, expected, *value,
+                   [](layout::ErrorRecord&) {});
+      return false;
+    }
     const std::uint64_t now = ptx::globaltimer_ns();
     if (start == 0) start = now;
     if (now - start <= scope.domain.timeout_ns) continue;

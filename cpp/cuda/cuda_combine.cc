@@ -1,0 +1,83 @@
+// Combine on a GPU.
+#include "cuda/cuda_call.hpp"
+#include "layout/handle.hpp"
+
+namespace deep_moe::cuda {
+
+// Where peers read `rows` from: in place if they lie in the heap, else a copy of them there.
+layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, Stream comm,
+                                std::vector<Block>* staging) {
+  layout::Place place;
+  place.capacity = num_rows;
+  if (num_rows == 0) return place;
+  const std::size_t item = dtype_bytes(rows.dtype), width = item * static_cast<std::size_t>(rows.shape[1]);
+  std::size_t offset = 0;
+  if (rows.is_contiguous() &&
+      world_->heap().locate(rows.data, width * static_cast<std::size_t>(num_rows), &place.segment, &offset) &&
+      world_->shared(place.segment)) {
+    place.offset = static_cast<std::int64_t>(offset);
+    return place;
+  }
+  const Block block = shared_block(width * static_cast<std::size_t>(num_rows), comm, "combine");
+  staging->push_back(block);
+  check_runtime(
+      cudaMemcpy2DAsync(block.ptr, width, rows.data,
+                        num_rows > 1 ? item * static_cast<std::size_t>(rows.stride[0]) : width, width,
+                        static_cast<std::size_t>(num_rows), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(comm)),
+      "cudaMemcpy2DAsync");
+  place.segment = block.segment;
+  place.offset = static_cast<std::int64_t>(block.offset);
+  return place;
+}
+
+CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const CombineArgs& args) {
+  const std::int64_t* meta = args.handle.meta.as<std::int64_t>();
+  const std::int64_t num_tokens = meta[layout::kMetaNumTokens], num_rows = meta[layout::kMetaNumRecv];
+  const std::int64_t hidden = args.x.shape[1], item = static_cast<std::int64_t>(dtype_bytes(args.x.dtype));
+  const std::int64_t topk = args.topk_weights.defined() ? args.topk_weights.shape[1] : 0;
+  CallStreams streams = join_streams(args.streams);
+  CombineResult result;
+  std::vector<Block> staging;
+  kernels::CombineArgs rows;
+  try {
+    rows.start.place = stage(args.x, num_rows, streams.comm(), &staging);
+    if (topk > 0) rows.start.weight_place = stage(args.topk_weights, num_rows, streams.comm(), &staging);
+    if (args.out.defined()) {
+      result.combined_x.view = args.out;
+    } else {
+      result.combined_x = device_tensor(args.x.dtype, {num_tokens, hidden}, streams.caller());
+    }
+    if (topk > 0) result.combined_topk_weights = device_tensor(DType::kFloat32, {num_tokens, topk}, streams.caller());
+  } catch (const BufferTooSmallError& error) {
+    for (const Block& block : staging) world_->heap().own(block, streams.comm()).reset();
+    post_refusal(call, error.what());
+    throw;
+  }
+  rows.start.signature = call;
+  rows.type = args.x.dtype == DType::kBFloat16  ? kernels::SumType::kBf16
+              : args.x.dtype == DType::kFloat16 ? kernels::SumType::kFp16
+                                                : kernels::SumType::kFp32;
+  rows.num_tokens = num_tokens;
+  rows.hidden = hidden;
+  rows.send_position = args.handle.send_index.as<std::int32_t>();
+  rows.rank_prefix_matrix = args.handle.rank_prefix_matrix.as<std::int32_t>();
+  rows.segment_bases = world_->segment_table();
+  const TensorView* biases[] = {&args.bias0, &args.bias1};
+  for (int i = 0; i < 2; ++i) {
+    if (!biases[i]->defined()) continue;
+    rows.bias[i] = biases[i]->data;
+    rows.bias_stride[i] = (num_tokens > 1 ? biases[i]->stride[0] : hidden) * item;
+  }
+  rows.out = result.combined_x.view.data;
+  rows.out_stride = (num_tokens > 1 ? result.combined_x.view.stride[0] : hidden) * item;
+  rows.topk = static_cast<int>(topk);
+  rows.combined_topk_weights = topk > 0 ? result.combined_topk_weights.as<float>() : nullptr;
+  rows.num_sms = args.num_sms > 0 ? args.num_sms : CudaBuffer::kDefaultNumSms;
+  kernels::combine(world_->domain(), rows, streams.comm());
+  // Dropped behind the comm stream, on which the kernel ends when no peer reads them any more.
+  for (const Block& block : staging) world_->heap().own(block, streams.comm()).reset();
+  streams.finish();
+  return result;
+}
+
+}  // namespace deep_moe::cuda

@@ -1,0 +1,290 @@
+// Dispatch on a GPU.
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "cuda/cuda_call.hpp"
+#include "cuda/cuda_row_movement.hpp"
+#include "layout/experts.hpp"
+#include "layout/handle.hpp"
+#include "runtime/text.hpp"
+#include "runtime/validate.hpp"
+
+namespace deep_moe::cuda {
+
+namespace {
+
+using layout::NotifyOutcome;
+using layout::Place;
+using layout::RecvBlock;
+
+std::uint64_t load(std::uint64_t& word) { return std::atomic_ref<std::uint64_t>(word).load(std::memory_order_acquire); }
+
+}  // namespace
+
+DispatchResult CudaBuffer::dispatch_rows(const layout::CallSignature& call, const DispatchArgs& args) {
+  CallStreams streams = join_streams(args.streams);
+  RowMovement move(streams);
+  try {
+    prepare_route(args, &move);
+    offer_block(args, &move);
+  } catch (const BufferTooSmallError& error) {
+    post_refusal(call, error.what());
+    throw;
+  }
+  try {
+    if (move.cached) {
+      launch_placed(args, &move);
+    } else {
+      launch_notified(args, &move);
+      if (move.worst_rows == 0) read_counts(args, &move);
+    }
+    DispatchResult result = hand_out(args, &move);
+    streams.finish();
+    return result;
+  } catch (...) {
+    // Rows may still be on their way there. Errors that leave the Buffer usable have freed it.
+    if (move.block) world_->heap().quarantine(move.block);
+    throw;
+  }
+}
+
+// Only with DEEP_MOE_CHECK=1: waits for the ids.
+void CudaBuffer::check_device_ids(const TensorView& topk_idx, std::int64_t num_experts) const {
+  const auto stream = static_cast<cudaStream_t>(current_stream());
+  const std::int64_t rows = topk_idx.shape[0], columns = topk_idx.shape[1];
+  const Tensor host = make_host_tensor(topk_idx.dtype, {rows, columns});
+  const std::size_t item = dtype_bytes(topk_idx.dtype), width = item * static_cast<std::size_t>(columns);
+  if (rows > 0)
+    check_runtime(cudaMemcpy2DAsync(host.view.data, width, topk_idx.data,
+                                    item * static_cast<std::size_t>(rows > 1 ? topk_idx.stride[0] : columns), width,
+                                    static_cast<std::size_t>(rows), cudaMemcpyDeviceToHost, stream),
+                  "cudaMemcpy2DAsync");
+  check_runtime(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  check_topk_ids(host.view, num_experts);
+}
+
+void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
+  const std::int64_t item = static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
+  move->format.row_bytes = args.x.data.shape[1] * item;
+  move->num_tokens = args.x.data.shape[0];
+  move->cached = args.handle != nullptr;
+  move->worst_rows = args.num_worst_tokens;
+  if (const TensorView& scales = args.x.scales; scales.defined()) {
+    move->scales.data = scales.data;
+    move->scales.item_bytes = static_cast<int>(dtype_bytes(scales.dtype));
+    move->scales.num_items = scales.num_dims == 2 ? scales.shape[1] : 1;
+    move->scales.row_stride = scales.stride[0] * move->scales.item_bytes;
+    move->scales.item_stride = scales.num_dims == 2 ? scales.stride[1] * move->scales.item_bytes : 0;
+    move->format.scale_bytes = move->scales.num_items * move->scales.item_bytes;
+    move->column_scales = scales.num_dims == 2 && move->scales.num_items > 1 && scales.stride[0] == 1;
+  }
+  if (move->cached) {
+    const std::int64_t* meta = args.handle->meta.as<std::int64_t>();
+    move->arrived = meta[layout::kMetaNumArrived];
+    move->worst_rows = meta[layout::kMetaNumRecv] != meta[layout::kMetaNumArrived] ? meta[layout::kMetaNumRecv] : 0;
+    move->handle.send_index.view = args.handle->send_index;
+    move->handle.rank_prefix_matrix.view = args.handle->rank_prefix_matrix;
+    return;
+  }
+  move->num_experts = args.num_experts;
+  if (args.topk_idx.defined()) {
+    move->format.topk = args.topk_idx.shape[1];
+    move->format.idx_bytes = static_cast<std::int64_t>(dtype_bytes(args.topk_idx.dtype));
+  }
+  move->format.weight_bytes = args.topk_weights.defined() ? 4 : 0;
+  const Stream user = move->streams.caller();
+  move->handle.send_index = device_tensor(DType::kInt32, {move->num_tokens, num_ranks}, user);
+  move->handle.is_token_in_rank = device_tensor(DType::kBool, {move->num_tokens, num_ranks}, user);
+  move->handle.rank_prefix_matrix = device_tensor(DType::kInt32, {num_ranks, num_ranks}, user);
+  const std::int64_t known_rows = move->worst_rows > 0 ? 0 : num_ranks;
+  move->handle.meta = make_host_tensor(DType::kInt64, {layout::kDispatchMetaSize + known_rows});
+}
+
+void CudaBuffer::offer_block(const DispatchArgs& args, RowMovement* move) {
+  (void)args;
+  const Stream user = move->streams.caller();
+  const std::int64_t known = move->worst_rows > 0 ? move->worst_rows : move->cached ? move->arrived : -1;
+  if (known < 0) {
+    move->block = world_->heap().allocate_largest(std::numeric_limits<std::int64_t>::max(), user);
+    if (move->block && !world_->shared(move->block.segment))  // appended for this rank alone, and not everywhere yet
+      free_block(move);
+    move->place.capacity = RecvBlock::capacity(move->format, static_cast<std::int64_t>(move->block.bytes));
+  } else {
+    move->block = shared_block(RecvBlock(move->format, known).total, user, "dispatch");
+    move->place.capacity = known;
+  }
+  if (!move->block) move->place.capacity = 0;
+  move->place.segment = move->block.segment;
+  move->place.offset = static_cast<std::int64_t>(move->block.offset);
+  move->place.flags =
+      (move->column_scales ? layout::kPlaceColumnScales : 0) | (move->worst_rows > 0 ? layout::kPlaceHard : 0);
+}
+
+// A block that every peer can reach, or BufferTooSmallError.
+Block CudaBuffer::shared_block(std::size_t bytes, Stream user, const char* call) {
+  std::string reason;
+  const Block block = world_->allocate_or_grow(bytes, user, &reason);
+  if (!block)
+    throw BufferTooSmallError(std::string(call) + ": " + std::to_string(bytes) + " bytes of heap needed: " + reason);
+  try {
+    world_->wait_until_shared(block.segment, call);
+  } catch (...) {
+    world_->heap().free(block);
+    throw;
+  }
+  return block;
+}
+
+void CudaBuffer::free_block(RowMovement* move) {
+  if (move->block) world_->heap().free(move->block);
+  move->block = {};
+}
+
+kernels::DispatchArgs CudaBuffer::row_arguments(const DispatchArgs& args, const RowMovement& move) const {
+  const std::int64_t item = static_cast<std::int64_t>(dtype_bytes(args.x.data.dtype));
+  kernels::DispatchArgs rows;
+  rows.x = args.x.data.data;
+  rows.num_tokens = move.num_tokens;
+  rows.row_bytes = move.format.row_bytes;
+  rows.row_stride = move.num_tokens > 1 ? args.x.data.stride[0] * item : move.format.row_bytes;
+  rows.scales = move.scales;
+  rows.num_experts = static_cast<int>(move.num_experts);
+  if (args.topk_idx.defined()) {
+    rows.ids.data = args.topk_idx.data;
+    rows.ids.id_bytes = static_cast<int>(move.format.idx_bytes);
+    rows.ids.topk = static_cast<int>(move.format.topk);
+    rows.ids.num_tokens = move.num_tokens;
+    rows.ids.row_stride = move.num_tokens > 1 ? args.topk_idx.stride[0] : move.format.topk;
+  }
+  if (args.topk_weights.defined()) {
+    rows.topk_weights = args.topk_weights.as<float>();
+    rows.weight_stride = move.num_tokens > 1 ? args.topk_weights.stride[0] : move.format.topk;
+  }
+  rows.send_position = move.handle.send_index.as<std::int32_t>();
+  rows.rank_prefix_matrix = move.handle.rank_prefix_matrix.as<std::int32_t>();
+  rows.segment_bases = world_->segment_table();
+  rows.num_sms = args.num_sms > 0 ? args.num_sms : kDefaultNumSms;
+  return rows;
+}
+
+void CudaBuffer::launch_notified(const DispatchArgs& args, RowMovement* move) {
+  const kernels::DispatchArgs rows = row_arguments(args, *move);
+  kernels::NotifyArgs notify;
+  notify.ids = rows.ids;
+  if (!args.topk_idx.defined()) {
+    notify.ids.num_tokens = move->num_tokens;
+    notify.token_in_rank = args.is_token_in_rank.as<bool>();
+    notify.expert_counts = args.num_tokens_per_expert.as<std::int32_t>();
+  }
+  notify.num_experts = rows.num_experts;
+  notify.signature = signature(args);
+  notify.place = move->place;
+  notify.sequence = move->worst_rows > 0 ? 0 : move->sequence = ++sequence_ == 0 ? ++sequence_ : sequence_;
+  notify.send_position = move->handle.send_index.as<std::int32_t>();
+  notify.is_token_in_rank = move->handle.is_token_in_rank.as<bool>();
+  notify.rank_prefix_matrix = move->handle.rank_prefix_matrix.as<std::int32_t>();
+  kernels::notify(world_->domain(), notify, move->streams.comm());
+  kernels::dispatch(world_->domain(), rows, move->streams.comm());
+}
+
+// Rows alone, into a place whose size is known: the cached dispatch, and the second try of one that was too small.
+void CudaBuffer::launch_placed(const DispatchArgs& args, RowMovement* move) {
+  kernels::DispatchArgs rows = row_arguments(args, *move);
+  rows.cached = true;
+  rows.start.signature = signature(args);
+  rows.start.place = move->place;
+  kernels::dispatch(world_->domain(), rows, move->streams.comm());
+}
+
+// The host's half of notify: counts from mapped memory, while rows already move.
+void CudaBuffer::read_counts(const DispatchArgs& args, RowMovement* move) {
+  const layout::HostLayout& words = world_->domain().host_words;
+  char* const host = world_->host_words();
+  const auto has_tag = [&](std::uint64_t& word) { return layout::has_tag(load(word), move->sequence); };
+  const auto started = [&] { return has_tag(words.started(host)); };
+  world_->wait_for_kernel("dispatch/notify", started, [&] { return has_tag(words.outcome(host)); });
+  const auto outcome = static_cast<NotifyOutcome>(layout::tagged_count(load(words.outcome(host))));
+  if (outcome == NotifyOutcome::kFailed || outcome == NotifyOutcome::kRefused || outcome == NotifyOutcome::kMismatch ||
+      outcome == NotifyOutcome::kTooSmallHard) {
+    world_->wait_idle("dispatch: the end of its kernels");
+    if (outcome != NotifyOutcome::kFailed) free_block(move);
+    take_kernel_error();
+    throw Error("dispatch: an earlier call on this Buffer has failed");
+  }
+  const auto read = [&](std::uint64_t& word) {
+    world_->wait_for_kernel("dispatch/notify", started, [&] { return has_tag(word); });
+    return static_cast<std::int64_t>(layout::tagged_count(load(word)));
+  };
+  move->hash = 14695981039346656037ull ^ static_cast<std::uint64_t>(move->num_experts);
+  for (int peer = 0; peer < num_ranks; ++peer) {
+    move->totals.push_back(read(words.rank_rows(host)[peer]));
+    move->source_rows.push_back(read(words.source_rows(host)[peer]));
+    move->hash = (move->hash ^ static_cast<std::uint64_t>(move->totals.back())) * 1099511628211ull;
+  }
+  move->arrived = move->totals[static_cast<std::size_t>(rank)];
+  const layout::ExpertBlocks blocks(static_cast<int>(move->num_experts), num_ranks);
+  for (int expert = 0; expert < blocks.num_local_experts(rank); ++expert) {
+    const std::int64_t rows = read(words.expert_rows(host)[expert]), alignment = args.expert_alignment;
+    move->expert_rows.push_back((rows + alignment - 1) / alignment * alignment);
+  }
+  if (outcome == NotifyOutcome::kTooSmall) grow_and_move(args, move);
+}
+
+DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move) {
+  const Stream user = move->streams.caller();
+  const std::int64_t rows = move->worst_rows > 0 ? move->worst_rows : move->arrived;
+  const RecvBlock parts(move->format, rows);
+  const std::vector<std::size_t> offsets{parts.x, parts.scales, parts.topk_idx, parts.topk_weights, parts.src_idx};
+  std::vector<Block> blocks;
+  if (move->spill || parts.total == 0) {
+    free_block(move);
+  } else {
+    world_->heap().shrink(move->block, parts.total);
+    blocks = world_->heap().split(move->block, offsets);
+    move->block = {};
+  }
+  const auto tensor = [&](std::size_t part, DType dtype, const std::vector<std::int64_t>& shape) {
+    Tensor out;
+    out.view = checked_shape(dtype, shape);
+    out.view.device = world_->device();
+    if (move->spill) {
+      out.view.data = move->spill.get() + offsets[part];
+      out.owner = move->spill;
+    } else if (parts.total > 0 && blocks[part]) {
+      out.view.data = blocks[part].ptr;
+      out.owner = world_->heap().own(blocks[part], user);
+    }
+    return out;
+  };
+  DispatchResult result;
+  result.recv_x.data = tensor(0, args.x.data.dtype, {rows, args.x.data.shape[1]});
+  if (const TensorView& scales = args.x.scales; scales.defined()) {
+    Tensor& out = result.recv_x.scales;
+    out = scales.num_dims == 2 ? tensor(1, scales.dtype, {rows, scales.shape[1]}) : tensor(1, scales.dtype, {rows});
+    if (move->column_scales) {
+      out.view.stride[0] = 1;
+      out.view.stride[1] = rows;
+    }
+  }
+  Tensor src_idx = tensor(4, DType::kInt32, {rows});
+  if (move->cached) return result;
+  if (move->format.topk > 0) result.recv_topk_idx = tensor(2, args.topk_idx.dtype, {rows, move->format.topk});
+  if (move->format.weight_bytes > 0) result.recv_topk_weights = tensor(3, DType::kFloat32, {rows, move->format.topk});
+  result.num_recv_tokens_per_expert = std::move(move->expert_rows);
+  std::int64_t* meta = move->handle.meta.as<std::int64_t>();
+  meta[layout::kMetaNumTokens] = move->num_tokens;
+  meta[layout::kMetaNumRecv] = rows;
+  meta[layout::kMetaNumArrived] = move->worst_rows > 0 ? -1 : rows;  // with a fixed number the host does not learn it
+  meta[layout::kMetaNumExperts] = move->num_experts;
+  meta[layout::kMetaTopk] = move->format.topk;
+  meta[layout::kMetaNumRanks] = num_ranks;
+  meta[layout::kMetaHash] = static_cast<std::int64_t>(move->hash | 1);
+  meta[layout::kMetaReserved] = 0;
+  std::copy(move->source_rows.begin(), move->source_rows.end(), meta + layout::kDispatchMetaSize);
+  move->handle.recv_src_idx = std::move(src_idx);
+  result.handle = std::move(move->handle);
+  return result;
+}
+
+}  // namespace deep_moe::cuda
