@@ -57,7 +57,9 @@ void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Str
 // Layout of this rank's tokens, counts to every peer, counts of every peer; one launch. Takes the domain's next epoch.
 // See intranode/README.md.
 struct NotifyArgs {
-  TopkIds ids;
+  TopkIds ids;                                  // topk 0: num_tokens alone counts, and the next two say where tokens go
+  const bool* token_in_rank = nullptr;          // [T, R]
+  const std::int32_t* expert_counts = nullptr;  // [E] entries of this rank's tokens for each expert
   int num_experts = 0;
   int num_blocks = 0;  // blocks that read ids, up to layout::kMaxNotifyBlocks; 0: chosen by the number of tokens
   layout::CallSignature signature;
@@ -98,7 +100,9 @@ struct ScaleRows {
 //
 // Behind notify, on the same stream and with no other call of the domain between: takes over its epoch; if its outcome
 // is not kRowsFit, nothing moves on any rank. With `cached` there is no notify: counts and positions are those of an
-// earlier call, the launch takes the next epoch itself and announces `start`.
+// earlier call, the launch takes the next epoch itself and announces `start`. Then a place may be a window
+// (layout::kPlaceWindow): rows with a final index in [first_row, first_row + capacity) are stored at index - first_row
+// of a block that is laid out for `capacity` rows, all others are not stored. Ranks need not open windows alike.
 struct DispatchArgs {
   const void* x = nullptr;  // num_tokens rows of row_bytes (a multiple of 16), row_stride bytes apart
   std::int64_t num_tokens = 0;

@@ -58,6 +58,7 @@ DM_HOST_DEVICE std::uint64_t signature_hash(const CallSignature& signature) {
 enum PlaceFlags : std::int32_t {
   kPlaceHard = 1,          // the capacity cannot grow (num_worst_tokens)
   kPlaceColumnScales = 2,  // scales are stored column-major
+  kPlaceWindow = 4,        // takes the rows from first_row on alone; for launches whose counts are known (waves)
 };
 
 // Where a rank offers memory to its peers, in its own segments.
@@ -65,7 +66,8 @@ struct Place {
   std::int32_t segment = -1;  // -1: none
   std::int32_t flags = 0;     // PlaceFlags
   std::int64_t offset = 0;
-  std::int64_t capacity = 0;  // rows
+  std::int64_t capacity = 0;   // rows
+  std::int64_t first_row = 0;  // of a window: the final index of the row that it takes first
 };
 
 enum class CallStatus : std::uint32_t { kOk = 0, kRefused = 1, kFailed = 2 };

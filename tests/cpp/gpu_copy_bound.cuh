@@ -10,11 +10,12 @@
 namespace deep_moe::test {
 
 struct CopyBound {
-  const char* from[2] = {};  // rows at token * row_bytes
+  const char* from[6] = {};  // rows at token * row_bytes
   char* to[2] = {};
   int num_loads = 1;
   int num_stores = 1;            // of the row loaded last
-  const bool* wanted = nullptr;  // [num_tokens, 2] which of the stores (num_stores 2) or loads (num_loads 2) are made
+  const bool* wanted = nullptr;  // [num_tokens, num_wanted] which of the stores, or of the loads if there are several,
+  int num_wanted = 2;            // are made; loads past num_wanted are always made
   std::int64_t num_tokens = 0;
   int row_bytes = 0, chunk_bytes = 0;  // whole chunks
   int extra_bytes = 0;                 // a piece more a row (scales), of arrays of its own
@@ -22,8 +23,8 @@ struct CopyBound {
   char* extra_to[2] = {};
 };
 
-// One lane a warp; warp w of n takes tokens w, w + n, ...
-template <int kStages>
+// One lane a warp; warp w of n takes tokens w, w + n, ... kLoads 0: any number of loads.
+template <int kStages, int kLoads>
 __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constant__ CopyBound args) {
   extern __shared__ __align__(128) char shared[];
   if (threadIdx.x % 32 != 0) return;
@@ -45,10 +46,20 @@ __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constan
     int chunk = 0, source = 0;
   };
   const std::int64_t step = static_cast<std::int64_t>(num_warps) * gridDim.x;
-  const auto valid = [&](const Cursor& at) { return args.num_loads == 1 || args.wanted[at.token * 2 + at.source]; };
+  const int num_loads = kLoads > 0 ? kLoads : args.num_loads;
+  const auto loads = [&](std::int64_t token, int source) {
+    if (kLoads > 0) return num_loads == 1 || args.wanted[token * 2 + source];
+    return source >= args.num_wanted || args.wanted[token * args.num_wanted + source];
+  };
+  const auto valid = [&](const Cursor& at) { return loads(at.token, at.source); };
+  const auto is_last = [&](const Cursor& at) {
+    for (int source = at.source + 1; source < num_loads; ++source)
+      if (loads(at.token, source)) return false;
+    return true;
+  };
   const auto advance = [&](Cursor& at) {
     do {
-      if (++at.source == args.num_loads) at.source = 0, ++at.chunk;
+      if (++at.source == num_loads) at.source = 0, ++at.chunk;
       if (at.chunk == chunks) at.chunk = 0, at.token += step;
     } while (at.token < args.num_tokens && !valid(at));
   };
@@ -67,9 +78,9 @@ __global__ void __launch_bounds__(640, 1) copy_bound_kernel(const __grid_constan
     const int stage = stored % kStages;
     while (!ptx::mbarrier_try_wait_acquire_cta(barriers + stage, stored / kStages % 2)) {
     }
-    const bool last = store.source == args.num_loads - 1 || !args.wanted[store.token * 2 + 1];
+    const bool last = is_last(store);
     for (int i = 0; last && i < args.num_stores; ++i) {
-      if (args.num_stores > 1 && !args.wanted[store.token * 2 + i]) continue;
+      if (args.num_stores > 1 && !args.wanted[store.token * args.num_wanted + i]) continue;
       char* to = store.chunk < whole ? args.to[i] : args.extra_to[i];
       ptx::bulk_store(to + offset_of(store.token, store.chunk), stages + stage * args.chunk_bytes,
                       bytes_of(store.chunk));

@@ -225,6 +225,73 @@ GPU_TEST_CASE("dispatch: by a handle, other rows each time; another handle is no
   CHECK_EQ(rows.check_heaps(false), "");
 }
 
+GPU_TEST_CASE("dispatch: windows of any size, put together, are the whole; with ids and without, both paths") {
+  std::mt19937_64 random(29);
+  constexpr int R = 3;
+  World world(R, 150, 4, 16, 8, kLong);
+  RowShape shape;
+  shape.row_bytes = 1040;
+  shape.num_scales = 7;
+  shape.column_ranks = 2;
+  shape.hard_ranks = 4;
+  Rows rows(world, 150, shape);
+  fill_random(world, rows, random, {150, 20, 97});
+  dispatch_all(world, rows);
+  CHECK_EQ(rows.check_heaps(), "");
+  std::uint32_t sequence = 0;
+  for (const std::vector<std::int64_t>& sizes : {std::vector<std::int64_t>{64, 29, 33}, {1000, 50, 7}, {0, 90, 100}}) {
+    if (reduced() && sequence > 0) break;
+    // Each rank takes its rows in windows of its own size; who is through, or takes none, opens empty ones.
+    std::int64_t num_waves = 0;
+    for (int r = 0; r < R; ++r)
+      if (sizes[r] > 0) num_waves = std::max(num_waves, (rows.hard_capacity(r) + sizes[r] - 1) / sizes[r]);
+    for (std::int64_t wave = 0; wave < num_waves; ++wave) {
+      CAPTURE(wave);
+      const bool with_ids = wave % 2 == 0;
+      rows.shape().vector_path = wave % 4 >= 2;
+      poison_heaps(world, rows);
+      const auto capacity = [&](int r) {
+        return std::min(sizes[r], std::max<std::int64_t>(0, rows.hard_capacity(r) - wave * sizes[r]));
+      };
+      cached_all(world, rows, ++sequence, NotifyOutcome::kRowsFit, [&](int r, kernels::DispatchArgs& args) {
+        if (with_ids) {
+          const kernels::DispatchArgs whole = rows.dispatch_args(r);
+          args.ids = whole.ids;
+          args.topk_weights = whole.topk_weights;
+        }
+        layout::Place& place = args.start.place;
+        place.flags |= layout::kPlaceWindow;
+        place.first_row = wave * sizes[r];
+        place.capacity = capacity(r);
+        if (place.capacity == 0) place.segment = -1;
+      });
+      for (int r = 0; r < R; ++r)
+        CHECK_EQ(rows.compare_heap(r, rows.expected_window(r, wave * sizes[r], capacity(r), with_ids)), "");
+    }
+  }
+}
+
+GPU_TEST_CASE("dispatch: routing by a mask instead of ids") {
+  std::mt19937_64 random(30);
+  World world(3, 300, 4, 16, 8, kLong);
+  RowShape shape;
+  shape.row_bytes = 512;
+  shape.hard_ranks = 2;
+  Rows rows(world, 300, shape);
+  fill_random(world, rows, random, {300, 0, 131});
+  run(3, [&](int r) {
+    Rank& rank = world.rank(r);
+    rank.use_mask = true;
+    kernels::notify(rank.domain, rows.notify_args(r, 1), rank.stream);
+    kernels::DispatchArgs args = rows.dispatch_args(r);
+    args.ids = {};
+    args.topk_weights = nullptr;
+    kernels::dispatch(rank.domain, args, rank.stream);
+    cuda(cudaStreamSynchronize(rank.stream));
+  });
+  CHECK_EQ(rows.check_heaps(false), "");
+}
+
 GPU_TEST_CASE("dispatch: a place in a segment without address is reported, not written to") {
   std::mt19937_64 random(26);
   World world(2, 50, 4, 16, 8, 0.3);

@@ -151,6 +151,12 @@ GPU_TEST_CASE("notify: equal to the host for every rank count, id type, uneven e
                  [&](int, kernels::NotifyArgs& args) { args.num_blocks = shape.num_blocks; });
       check_notify(world, sequence);
     }
+    // The same from masks and counts, on some ranks.
+    fill_random(world, random, shape.num_tokens, shape.id_bytes);
+    for (int r = 0; r < shape.num_ranks; ++r) world.rank(r).use_mask = r % 3 != 1;
+    notify_all(world, 4, NotifyOutcome::kRowsFit,
+               [&](int, kernels::NotifyArgs& args) { args.num_blocks = shape.num_blocks; });
+    check_notify(world, 4);
   }
 }
 
@@ -220,6 +226,7 @@ GPU_TEST_CASE("notify: wrong arguments are refused before anything is launched")
   refused([](auto&, auto& args) { args.ids.row_stride = 3; });
   refused([](auto&, auto& args) { args.ids.num_tokens = -1; });
   refused([](auto&, auto& args) { args.ids.data = nullptr; });
+  refused([](auto&, auto& args) { args.ids.topk = 0; });
   refused([](auto&, auto& args) { args.num_experts = 0; });
   refused([](auto&, auto& args) { args.num_blocks = layout::kMaxNotifyBlocks + 1; });
   refused([](auto& domain, auto&) { domain.num_ranks = layout::kMaxKernelRanks + 1; });

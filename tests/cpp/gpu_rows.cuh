@@ -241,6 +241,38 @@ class Rows {
     return heap;
   }
 
+  // What a heap must hold whose place is a window over the rows from `first` on, poison included.
+  std::vector<char> expected_window(int dst, std::int64_t first, std::int64_t capacity, bool with_ids) const {
+    const std::vector<char> all = expected_heap(dst, with_ids);
+    const std::int64_t total = counts_.total(dst, world_.num_ranks()),
+                       all_rows = hard(dst) ? hard_capacity(dst) : total;
+    const layout::RowFormat parts = format(with_ids);
+    const layout::RecvBlock whole(parts, all_rows), window(parts, capacity);
+    std::vector<char> heap(static_cast<std::size_t>(heap_bytes_), static_cast<char>(kPoison));
+    const char* from = all.data() + place_offset(dst);
+    char* to = heap.data() + place_offset(dst);
+    const auto put = [&](std::size_t from_part, std::size_t to_part, std::int64_t bytes, int filler) {
+      for (std::int64_t row = first; row < first + capacity; ++row) {
+        char* at = to + to_part + (row - first) * bytes;
+        if (row < total) {
+          std::memcpy(at, from + from_part + row * bytes, static_cast<std::size_t>(bytes));
+        } else if (hard(dst)) {
+          std::memset(at, filler, static_cast<std::size_t>(bytes));
+        }
+      }
+    };
+    put(whole.x, window.x, parts.row_bytes, kPoison);
+    put(whole.topk_idx, window.topk_idx, parts.topk * parts.idx_bytes, 0xff);
+    put(whole.topk_weights, window.topk_weights, parts.topk * parts.weight_bytes, 0);
+    put(whole.src_idx, window.src_idx, 4, 0xff);
+    if (!columns(dst)) put(whole.scales, window.scales, parts.scale_bytes, kPoison);
+    const std::int64_t item = shape_.scale_bytes;
+    for (int s = 0; columns(dst) && s < shape_.num_scales; ++s)
+      put(whole.scales + static_cast<std::size_t>(s * all_rows * item),
+          window.scales + static_cast<std::size_t>(s * capacity * item), item, kPoison);
+    return heap;
+  }
+
   // The first byte of a heap that is not as expected, as text; empty where all are.
   std::string compare_heap(int r, const std::vector<char>& expected) {
     const std::vector<char> heap = world_.read(r, ranks_[r].heap, heap_bytes_);

@@ -21,11 +21,11 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-std::vector<std::int64_t> uniform_ids(int seed) {
+std::vector<std::int64_t> uniform_ids(int seed, std::int64_t num_tokens = kTokens) {
   std::mt19937_64 random(seed);
   std::vector<std::int64_t> ids, experts(kExperts);
   for (int e = 0; e < kExperts; ++e) experts[e] = e;
-  for (std::int64_t t = 0; t < kTokens; ++t) {
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
     for (int k = 0; k < kTopk; ++k) std::swap(experts[k], experts[k + random() % (kExperts - k)]);
     ids.insert(ids.end(), experts.begin(), experts.begin() + kTopk);
   }
@@ -77,12 +77,21 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
   return slowest;
 }
 
-template <int kStages>
+template <int kStages, int kLoads>
 void launch_copy(const CopyBound& args, int num_sms, int num_warps, cudaStream_t stream) {
   const int shared = num_warps * kStages * (args.chunk_bytes + 8);
-  cuda(cudaFuncSetAttribute(copy_bound_kernel<kStages>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  copy_bound_kernel<kStages><<<num_sms, 32 * num_warps, shared, stream>>>(args);
+  cuda(cudaFuncSetAttribute(copy_bound_kernel<kStages, kLoads>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  copy_bound_kernel<kStages, kLoads><<<num_sms, 32 * num_warps, shared, stream>>>(args);
   cuda(cudaGetLastError());
+}
+
+template <int kStages>
+void launch_copy(const CopyBound& args, int num_sms, int num_warps, cudaStream_t stream) {
+  switch (args.num_loads) {
+    case 1: return launch_copy<kStages, 1>(args, num_sms, num_warps, stream);
+    case 2: return launch_copy<kStages, 2>(args, num_sms, num_warps, stream);
+    default: return launch_copy<kStages, 0>(args, num_sms, num_warps, stream);
+  }
 }
 
 // The fastest of several shapes of the copy.
@@ -103,49 +112,133 @@ double copy_time(World& world, int num_sms, const std::vector<std::pair<int, int
   return best;
 }
 
-void report(const char* call, const char* type, int num_sms, double micros, double copy) {
-  std::printf("%-24s %5s %4d | %8.1f us %8.1f us %+7.1f us\n", call, type, num_sms, micros, copy, micros - copy);
+// A line of the table, and of JSON. `copy` 0: nothing to compare with.
+void report(const char* call, const char* type, int num_ranks, std::int64_t num_tokens, int num_sms, double micros,
+            double copy) {
+  std::printf("%-28s %5s %2d %5lld %4d | %8.1f us", call, type, num_ranks, static_cast<long long>(num_tokens), num_sms,
+              micros);
+  if (copy > 0) std::printf(" %8.1f us %+7.1f us", copy, micros - copy);
+  std::printf("\n");
   std::fflush(stdout);
   const char* path = std::getenv("DEEP_MOE_JSON");
   if (path == nullptr) return;
   std::FILE* file = std::fopen(path, "a");
   if (file == nullptr) return;
   std::fprintf(file,
-               "{\"call\": \"%s\", \"type\": \"%s\", \"ranks\": 2, \"gpus\": 1, \"tokens\": %lld, \"hidden\": %lld, "
-               "\"experts\": %d, \"topk\": %d, \"sms\": %d, \"micros\": %.2f, \"copy_micros\": %.2f}\n",
-               call, type, static_cast<long long>(kTokens), static_cast<long long>(kHidden), kExperts, kTopk, num_sms,
-               micros, copy);
+               "{\"call\": \"%s\", \"type\": \"%s\", \"ranks\": %d, \"gpus\": 1, \"tokens\": %lld, \"hidden\": %lld, "
+               "\"experts\": %d, \"topk\": %d, \"sms\": %d, \"micros\": %.2f",
+               call, type, num_ranks, static_cast<long long>(num_tokens), static_cast<long long>(kHidden), kExperts,
+               kTopk, num_sms, micros);
+  if (copy > 0) std::fprintf(file, ", \"copy_micros\": %.2f", copy);
+  std::fprintf(file, "}\n");
   std::fclose(file);
 }
 
-}  // namespace
+void table_head() {
+  std::printf("\n%-28s %5s %2s %5s %4s | %11s %11s\n", "call", "type", "R", "T", "SMs", "call", "plain copy");
+}
 
-TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_gpu())) {
-  World world(2, kTokens, kTopk, kExperts, 8, 100.0);
-  for (int r = 0; r < 2; ++r) world.set_ids(r, uniform_ids(r));
-  std::printf("\n%-24s %5s %4s | %11s %11s\n", "call", "type", "SMs", "call", "plain copy");
-  const double notify = back_to_back(
-      world, [&](int r) { kernels::notify(world.rank(r).domain, world.args(r, 1), world.rank(r).stream); });
-  std::printf("layout and notify alone: %.2f us\n", notify);
-  std::mt19937_64 random(41);
-  for (const bool fp8 : {false, true}) {
+// Ranks with uniform ids and rows, and all that dispatch and combine need.
+class Bench {
+ public:
+  Bench(int num_ranks, std::int64_t num_tokens, bool fp8)
+      : num_tokens_(num_tokens),
+        world(num_ranks, num_tokens, kTopk, kExperts, 8, 100.0),
+        rows(world, num_tokens, shape(num_ranks, num_tokens, fp8)) {
+    std::mt19937_64 random(41);
+    for (int r = 0; r < num_ranks; ++r) {
+      world.set_ids(r, uniform_ids(r, num_tokens));
+      rows.fill(r, random);
+      out_.push_back(rows.allocate(num_tokens * rows.shape().row_bytes));
+    }
+    rows.count();
+  }
+
+  void notify(int r) {
+    kernels::NotifyArgs args = rows.notify_args(r, fixed_rows_ ? 0 : 1);
+    if (fixed_rows_) fix(&args.place);
+    kernels::notify(world.rank(r).domain, args, world.rank(r).stream);
+  }
+  void dispatch(int r) { kernels::dispatch(world.rank(r).domain, rows.dispatch_args(r), world.rank(r).stream); }
+  void cached_dispatch(int r) { kernels::dispatch(world.rank(r).domain, rows.cached_args(r, 0), world.rank(r).stream); }
+  void combine(int r, bool weights, int num_biases = 0, bool vector_path = false) {
+    const int R = world.num_ranks();
+    const std::int64_t row_bytes = rows.shape().row_bytes;
+    const layout::RecvBlock block(rows.format(), fixed_rows_ ? num_tokens_ * R : rows.counts().total(r, R));
+    kernels::CombineArgs args;
+    args.num_tokens = num_tokens_;
+    args.hidden = kHidden;
+    args.send_position = world.rank(r).out.send_position;
+    args.rank_prefix_matrix = world.rank(r).out.prefix;
+    args.segment_bases = rows.rank(r).segments;
+    for (int b = 0; b < num_biases; ++b) args.bias[b] = rows.rank(r).x, args.bias_stride[b] = row_bytes;
+    args.out = out_[r];
+    args.out_stride = row_bytes;
+    args.topk = weights ? kTopk : 0;
+    args.use_vector_path = vector_path;
+    args.combined_topk_weights = reinterpret_cast<float*>(rows.rank(r).weights);
+    args.num_sms = rows.shape().num_sms;
+    args.start.signature.kind = static_cast<std::uint32_t>(layout::CallKind::kCombine);
+    args.start.place.segment = args.start.weight_place.segment = kHeapSegment;
+    args.start.place.offset = rows.place_offset(r) + static_cast<std::int64_t>(block.x);
+    args.start.weight_place.offset = rows.place_offset(r) + static_cast<std::int64_t>(block.topk_weights);
+    kernels::combine(world.rank(r).domain, args, world.rank(r).stream);
+  }
+  // Fills the heaps, and the matrices that later calls read.
+  void move_once() {
+    run(world.num_ranks(), [&](int r) {
+      notify(r);
+      dispatch(r);
+      cuda(cudaStreamSynchronize(world.rank(r).stream));
+    });
+  }
+  // As with num_worst_tokens, for graphs: no counts for the host, room for all rows that there could be.
+  void fix_rows() {
+    fixed_rows_ = true;
+    rows.shape().hard_ranks = (1 << world.num_ranks()) - 1;
+  }
+  char* out(int r) { return out_[r]; }
+
+ private:
+  static RowShape shape(int num_ranks, std::int64_t num_tokens, bool fp8) {
     RowShape shape;
     shape.row_bytes = fp8 ? kHidden : 2 * kHidden;
     shape.num_scales = fp8 ? kHidden / 128 : 0;
     shape.bf16_values = !fp8;
-    Rows rows(world, kTokens, shape);
-    for (int r = 0; r < 2; ++r) rows.fill(r, random);
-    rows.count();
-    char *copies[2][2], *sums[2];
-    char* extra[2][2] = {};
+    shape.hard_tail = num_tokens * num_ranks;
+    return shape;
+  }
+  void fix(layout::Place* place) const { place->capacity = num_tokens_ * world.num_ranks(); }
+
+  std::int64_t num_tokens_;
+  bool fixed_rows_ = false;
+  std::vector<char*> out_;
+
+ public:
+  World world;
+  Rows rows;
+};
+
+}  // namespace
+
+TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_gpu())) {
+  table_head();
+  for (const bool fp8 : {false, true}) {
+    const char* type = fp8 ? "fp8" : "bf16";
+    Bench bench(2, kTokens, fp8);
+    Rows& rows = bench.rows;
+    bench.move_once();
+    const std::int64_t row_bytes = rows.shape().row_bytes;
+    if (!fp8)
+      report("layout and notify", type, 2, kTokens, 0, back_to_back(bench.world, [&](int r) { bench.notify(r); }), 0);
+    char *copies[2][2], *extra[2][2];
     for (int r = 0; r < 2; ++r) {
-      for (char*& copy : copies[r]) copy = rows.allocate(kTokens * shape.row_bytes);
+      for (char*& copy : copies[r]) copy = rows.allocate(kTokens * row_bytes);
       for (char*& copy : extra[r]) copy = rows.allocate(kTokens * 256);
-      sums[r] = rows.allocate(kTokens * shape.row_bytes);
     }
     for (const int num_sms : {8, 12, 16, 24}) {
       rows.shape().num_sms = num_sms;
-      const double copy = copy_time(world, num_sms, {{6, 4}, {12, 4}}, [&](int r) {
+      const double copy = copy_time(bench.world, num_sms, {{6, 4}, {12, 4}}, [&](int r) {
         CopyBound args;
         args.from[0] = rows.rank(r).x;
         args.extra_bytes = static_cast<int>(rows.scale_row_bytes());
@@ -153,69 +246,95 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
         for (int d = 0; d < 2; ++d) args.extra_to[d] = extra[d][r];
         for (int d = 0; d < 2; ++d) args.to[d] = copies[d][r];
         args.num_stores = 2;
-        args.wanted = world.rank(r).out.is_token_in_rank;
+        args.wanted = bench.world.rank(r).out.is_token_in_rank;
         args.num_tokens = kTokens;
-        args.row_bytes = static_cast<int>(shape.row_bytes);
+        args.row_bytes = static_cast<int>(row_bytes);
         args.chunk_bytes = 3584;
         return args;
       });
-      const double whole = back_to_back(world, [&](int r) {
-        kernels::notify(world.rank(r).domain, rows.notify_args(r, 1), world.rank(r).stream);
-        kernels::dispatch(world.rank(r).domain, rows.dispatch_args(r), world.rank(r).stream);
+      const double whole = back_to_back(bench.world, [&](int r) {
+        bench.notify(r);
+        bench.dispatch(r);
       });
-      const double cached = back_to_back(
-          world, [&](int r) { kernels::dispatch(world.rank(r).domain, rows.cached_args(r, 0), world.rank(r).stream); });
-      report("notify + dispatch", fp8 ? "fp8" : "bf16", num_sms, whole, copy);
-      report("dispatch by handle", fp8 ? "fp8" : "bf16", num_sms, cached, copy);
+      report("notify + dispatch", type, 2, kTokens, num_sms, whole, copy);
+      report("dispatch by handle", type, 2, kTokens, num_sms,
+             back_to_back(bench.world, [&](int r) { bench.cached_dispatch(r); }), copy);
       CHECK_LT(whole, 2 * copy + 50);
       if (fp8) continue;
 
-      for (int r = 0; r < 2; ++r) rows.poison_heap(r);
-      run(2, [&](int r) {
-        kernels::notify(world.rank(r).domain, rows.notify_args(r, 0), world.rank(r).stream);
-        kernels::dispatch(world.rank(r).domain, rows.dispatch_args(r), world.rank(r).stream);
-        cuda(cudaStreamSynchronize(world.rank(r).stream));
-      });
-      const double pull = copy_time(world, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
+      bench.move_once();  // the last ones had no weights
+      const double pull = copy_time(bench.world, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
         CopyBound args;
         for (int d = 0; d < 2; ++d) args.from[d] = copies[d][r];
-        args.to[0] = sums[r];
+        args.to[0] = bench.out(r);
         args.num_loads = 2;
-        args.wanted = world.rank(r).out.is_token_in_rank;
+        args.wanted = bench.world.rank(r).out.is_token_in_rank;
         args.num_tokens = kTokens;
-        args.row_bytes = static_cast<int>(shape.row_bytes);
+        args.row_bytes = static_cast<int>(row_bytes);
         args.chunk_bytes = 3584;
         return args;
       });
-      for (const auto& [name, weights, vector_path] :
-           std::vector<std::tuple<const char*, bool, bool>>{{"combine", true, false},
-                                                            {"combine without weights", false, false},
-                                                            {"combine, plain loads", true, true}}) {
-        const int topk = weights ? kTopk : 0;
-        const bool plain = vector_path;
-        const double combine = back_to_back(world, [&](int r) {
-          const layout::RecvBlock block(rows.format(), rows.counts().total(r, 2));
-          kernels::CombineArgs args;
+      const double combine = back_to_back(bench.world, [&](int r) { bench.combine(r, true); });
+      report("combine", type, 2, kTokens, num_sms, combine, pull);
+      report("combine without weights", type, 2, kTokens, num_sms,
+             back_to_back(bench.world, [&](int r) { bench.combine(r, false); }), pull);
+      report("combine, plain loads", type, 2, kTokens, num_sms,
+             back_to_back(bench.world, [&](int r) { bench.combine(r, true, 0, true); }), pull);
+      CHECK_LT(combine, 2 * pull + 50);
+    }
+  }
+}
+
+TEST_CASE("timing: combine of several ranks and with biases, beside a plain copy" * doctest::skip(no_gpu())) {
+  table_head();
+  for (const int R : {2, 3, 4}) {
+    Bench bench(R, kTokens, false);
+    bench.move_once();
+    for (const int num_biases : {0, 1, 2}) {
+      if (R == 3 && num_biases > 0) continue;
+      for (const int num_sms : {8, 16}) {
+        bench.rows.shape().num_sms = num_sms;
+        const std::int64_t row_bytes = bench.rows.shape().row_bytes;
+        const double pull = copy_time(bench.world, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
+          CopyBound args;
+          args.num_loads = R + num_biases;
+          for (int d = 0; d < R; ++d) args.from[d] = bench.rows.rank(d).heap;
+          for (int b = 0; b < num_biases; ++b) args.from[R + b] = bench.rows.rank(r).x;
+          args.to[0] = bench.out(r);
+          args.wanted = bench.world.rank(r).out.is_token_in_rank;
+          args.num_wanted = R;
           args.num_tokens = kTokens;
-          args.hidden = kHidden;
-          args.send_position = world.rank(r).out.send_position;
-          args.rank_prefix_matrix = world.rank(r).out.prefix;
-          args.segment_bases = rows.rank(r).segments;
-          args.out = sums[r];
-          args.out_stride = shape.row_bytes;
-          args.topk = topk;
-          args.use_vector_path = plain;
-          args.combined_topk_weights = reinterpret_cast<float*>(rows.rank(r).weights);
-          args.num_sms = num_sms;
-          args.start.signature.kind = static_cast<std::uint32_t>(layout::CallKind::kCombine);
-          args.start.place = {kHeapSegment, 0, rows.place_offset(r) + static_cast<std::int64_t>(block.x), 0};
-          args.start.weight_place = {kHeapSegment, 0,
-                                     rows.place_offset(r) + static_cast<std::int64_t>(block.topk_weights), 0};
-          kernels::combine(world.rank(r).domain, args, world.rank(r).stream);
+          args.row_bytes = static_cast<int>(row_bytes);
+          args.chunk_bytes = 3584;
+          return args;
         });
-        report(name, "bf16", num_sms, combine, pull);
+        const std::string name = "combine, " + std::to_string(num_biases) + " biases";
+        const double combine = back_to_back(bench.world, [&](int r) { bench.combine(r, true, num_biases); });
+        report(name.c_str(), "bf16", R, kTokens, num_sms, combine, pull);
         CHECK_LT(combine, 4 * pull + 50);
       }
+    }
+  }
+}
+
+TEST_CASE("timing: pairs of few tokens in a graph" * doctest::skip(no_gpu())) {
+  table_head();
+  for (const std::int64_t num_tokens : {1, 128, 512}) {
+    Bench bench(2, num_tokens, false);
+    bench.move_once();
+    bench.fix_rows();
+    for (const int num_sms : {8, 16, 20, 24, 32, 48, 64}) {
+      if (num_tokens == 1 && num_sms != 20) continue;
+      bench.rows.shape().num_sms = num_sms;
+      const auto time = [&](const char* call, const std::function<void(int)>& launch) {
+        const double micros = back_to_back(bench.world, launch);
+        report(call, "bf16", 2, num_tokens, num_sms, micros, 0);
+        return micros;
+      };
+      time("notify + dispatch, fixed", [&](int r) { bench.notify(r), bench.dispatch(r); });
+      time("combine, fixed", [&](int r) { bench.combine(r, true); });
+      const double pair = time("pair", [&](int r) { bench.notify(r), bench.dispatch(r), bench.combine(r, true); });
+      CHECK_LT(pair, 200.0);
     }
   }
 }

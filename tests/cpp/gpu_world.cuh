@@ -56,7 +56,36 @@ struct Rank {
   kernels::DeviceDomain domain;
   std::vector<std::int64_t> host_ids;  // what `ids` holds
   std::int64_t num_tokens = 0;
+  bool use_mask = false;  // routing by the next two, which say the same as the ids
+  bool* mask = nullptr;
+  std::int32_t* counts = nullptr;
 };
+
+// What layout means, on the host.
+struct HostLayoutResult {
+  std::vector<std::int32_t> position;    // [T, R]
+  std::vector<std::uint8_t> in_rank;     // [T, R]
+  std::vector<std::int32_t> per_rank;    // [R]
+  std::vector<std::int32_t> per_expert;  // [E]
+};
+
+inline HostLayoutResult layout_on_host(const std::vector<std::int64_t>& ids, int topk, int num_experts, int num_ranks) {
+  const layout::ExpertBlocks experts(num_experts, num_ranks);
+  const std::size_t num_tokens = ids.size() / topk;
+  HostLayoutResult result{std::vector<std::int32_t>(num_tokens * num_ranks, -1),
+                          std::vector<std::uint8_t>(num_tokens * num_ranks, 0), std::vector<std::int32_t>(num_ranks, 0),
+                          std::vector<std::int32_t>(num_experts, 0)};
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] < 0 || ids[i] >= num_experts) continue;
+    const int expert_idx = static_cast<int>(ids[i]), rank = experts.rank_of(expert_idx);
+    ++result.per_expert[expert_idx];
+    const std::size_t at = i / topk * num_ranks + rank;
+    if (result.in_rank[at]) continue;
+    result.in_rank[at] = 1;
+    result.position[at] = result.per_rank[rank]++;
+  }
+  return result;
+}
 
 class World {
  public:
@@ -71,6 +100,8 @@ class World {
     for (Rank& rank : ranks_) {
       cuda(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
       rank.ids = device<char>(max_tokens * topk * id_bytes);
+      rank.mask = device<bool>(max_tokens * num_ranks);
+      rank.counts = device<std::int32_t>(num_experts);
       rank.out.send_position = device<std::int32_t>(max_tokens * num_ranks);
       rank.out.is_token_in_rank = device<bool>(max_tokens * num_ranks);
       rank.out.per_rank = device<std::int32_t>(num_ranks);
@@ -123,7 +154,13 @@ class World {
     if (rank.num_tokens > max_tokens_) throw std::logic_error("more tokens than the World was made for");
     const std::vector<std::int32_t> narrow(ids.begin(), ids.end());
     const void* data = id_bytes_ == 8 ? static_cast<const void*>(ids.data()) : narrow.data();
-    if (!ids.empty()) cuda(cudaMemcpyAsync(rank.ids, data, ids.size() * id_bytes_, cudaMemcpyDefault, rank.stream));
+    const HostLayoutResult same = layout_on_host(ids, topk_, num_experts_, num_ranks_);
+    const auto upload = [&](void* to, const void* from, std::size_t bytes) {
+      if (bytes > 0) cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, rank.stream));
+    };
+    upload(rank.ids, data, ids.size() * static_cast<std::size_t>(id_bytes_));
+    upload(rank.mask, same.in_rank.data(), same.in_rank.size());
+    upload(rank.counts, same.per_expert.data(), same.per_expert.size() * 4);
     cuda(cudaStreamSynchronize(rank.stream));
   }
 
@@ -146,6 +183,12 @@ class World {
     const Rank& rank = ranks_[r];
     kernels::NotifyArgs args;
     args.ids = {rank.ids, id_bytes_, topk_, rank.num_tokens, topk_};
+    if (rank.use_mask) {
+      args.ids = {};
+      args.ids.num_tokens = rank.num_tokens;
+      args.token_in_rank = rank.mask;
+      args.expert_counts = rank.counts;
+    }
     args.num_experts = num_experts_;
     args.signature.kind = static_cast<std::uint32_t>(layout::CallKind::kDispatch);
     args.signature.num_experts = num_experts_;
@@ -253,32 +296,6 @@ class Meeting {
   std::atomic<std::int64_t> arrived_{0};
   std::atomic<bool> left_{false};
 };
-
-// What layout means, on the host.
-struct HostLayoutResult {
-  std::vector<std::int32_t> position;    // [T, R]
-  std::vector<std::uint8_t> in_rank;     // [T, R]
-  std::vector<std::int32_t> per_rank;    // [R]
-  std::vector<std::int32_t> per_expert;  // [E]
-};
-
-inline HostLayoutResult layout_on_host(const std::vector<std::int64_t>& ids, int topk, int num_experts, int num_ranks) {
-  const layout::ExpertBlocks experts(num_experts, num_ranks);
-  const std::size_t num_tokens = ids.size() / topk;
-  HostLayoutResult result{std::vector<std::int32_t>(num_tokens * num_ranks, -1),
-                          std::vector<std::uint8_t>(num_tokens * num_ranks, 0), std::vector<std::int32_t>(num_ranks, 0),
-                          std::vector<std::int32_t>(num_experts, 0)};
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] < 0 || ids[i] >= num_experts) continue;
-    const int expert_idx = static_cast<int>(ids[i]), rank = experts.rank_of(expert_idx);
-    ++result.per_expert[expert_idx];
-    const std::size_t at = i / topk * num_ranks + rank;
-    if (result.in_rank[at]) continue;
-    result.in_rank[at] = 1;
-    result.position[at] = result.per_rank[rank]++;
-  }
-  return result;
-}
 
 // Ids as users send them and as they should not: -1, duplicates in a row, values outside [0, E), skew, empty rows.
 inline std::vector<std::int64_t> random_ids(std::mt19937_64& random, std::int64_t num_tokens, int topk, int num_experts,

@@ -30,21 +30,19 @@ __device__ bool send_tokens(const WaitScope& scope, const DispatchParams& params
     next_words.load_inputs(args, next);
     next_words.load_scales(args, scales, next);
 
+    words.place_rows(targets);
     const std::uint64_t mask = words.mask();
 #pragma unroll
     for (int i = 0; i < TokenWords::kPerLane; ++i) {
       const int dst = lane + 32 * i;
       if (words.position[i] < 0) continue;
       const int place = __popcll(mask & ((std::uint64_t{1} << dst) - 1));
-      destinations[place] =
-          targets[dst].x + (targets[dst].first_row + static_cast<std::int64_t>(words.position[i])) * args.row_bytes;
+      destinations[place] = targets[dst].x + words.position[i] * args.row_bytes;
     }
     __syncwarp();
     for (std::uint64_t rest = mask; rest != 0; rest &= rest - 1) {
       const int dst = __ffsll(static_cast<long long>(rest)) - 1;
-      const Target& target = targets[dst];
-      store_words(params, scales, target, words, token,
-                  target.first_row + static_cast<std::int64_t>(words.position_at(dst)));
+      store_words(params, scales, targets[dst], words, token, words.position_at(dst));
     }
     if constexpr (kTma) {
       if (lane == 0) ok = pipe.send(scope, token, next, destinations, __popcll(mask));
@@ -121,7 +119,7 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
     const bool any_columns = __syncthreads_or(columns);
 
     ok = send_tokens<kTma>(scope, params, targets, any_columns, words, pipe, destinations);
-    fill_tail(params, targets[rank], args.rank_prefix_matrix[(num_ranks - 1) * num_ranks + rank]);
+    fill_tail(params, targets[rank]);
     if constexpr (kTma) ptx::bulk_wait_group<0>();  // R5: each issuing lane's rows are written
     if (!__syncthreads_and(ok)) return leave();
   } else {

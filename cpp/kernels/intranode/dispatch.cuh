@@ -31,8 +31,10 @@ struct Target {
   char* ids;
   float* weights;
   std::int32_t* src_idx;
-  std::int64_t block_rows;  // rows that its block is laid out for
-  std::int32_t first_row;   // of this rank's rows there
+  std::int64_t block_rows;   // rows that its block is laid out for
+  std::int64_t filled_rows;  // of its block: rows from here on are its own to fill
+  std::int32_t first_row;    // of this rank's rows, in its block
+  std::int32_t num_rows;     // rows from num_rows on, and before 0, are not taken by this launch
   std::int32_t first_expert;
   std::int32_t num_local_experts;
   std::int32_t column_scales;
@@ -57,19 +59,26 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const DispatchParams
   const int rank = scope.domain.rank, num_ranks = scope.domain.num_ranks;
   const std::int32_t* prefix = args.rank_prefix_matrix;
   const layout::Place place = announcement(scope, dst).place;
-  const std::int32_t total_rows = prefix[(num_ranks - 1) * num_ranks + dst];
-  const std::int32_t first_row = rank > 0 ? prefix[(rank - 1) * num_ranks + dst] : 0;
+  const bool is_window = (place.flags & layout::kPlaceWindow) != 0, is_hard = (place.flags & layout::kPlaceHard) != 0;
+  // Rows in the order of the destination's block: ours from `first` to `end`.
+  const std::int64_t skipped = is_window ? place.first_row : 0;
+  const std::int64_t total_rows = prefix[(num_ranks - 1) * num_ranks + dst] - skipped;
+  const std::int64_t first = (rank > 0 ? prefix[(rank - 1) * num_ranks + dst] : 0) - skipped;
+  const std::int64_t end = prefix[rank * num_ranks + dst] - skipped;
   *target = Target{};
-  target->first_row = first_row;
+  target->first_row = static_cast<std::int32_t>(first);
+  target->num_rows = is_window ? static_cast<std::int32_t>(min(place.capacity, std::int64_t{INT32_MAX})) : INT32_MAX;
   if (args.ids.topk > 0) {
     const layout::ExpertBlocks experts(args.num_experts, num_ranks);
     target->first_expert = experts.first_expert(dst);
     target->num_local_experts = experts.num_local_experts(dst);
   }
   target->column_scales = (place.flags & layout::kPlaceColumnScales) != 0;
-  target->block_rows = (place.flags & layout::kPlaceHard) ? place.capacity : total_rows;
-  const bool is_mine = dst == rank && target->block_rows > 0;                // with a tail to fill
-  if (prefix[rank * num_ranks + dst] == first_row && !is_mine) return true;  // no rows of ours
+  target->block_rows = is_hard || is_window ? place.capacity : total_rows;
+  target->filled_rows = is_hard ? min(max(total_rows, std::int64_t{0}), place.capacity) : target->block_rows;
+  const bool has_tail = dst == rank && target->filled_rows < target->block_rows;
+  const bool sends = max(first, std::int64_t{0}) < min(end, std::int64_t{target->num_rows});
+  if (!sends && !has_tail) return true;
 
   const layout::RecvBlock block(params.format, target->block_rows);
   char* base = place_address(scope, args.segment_bases, dst, place);
@@ -82,14 +91,14 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const DispatchParams
   return true;
 }
 
-// Whether the places of a cached dispatch hold the rows that its handle promises.
+// Whether the places of a cached dispatch hold the rows that its handle promises. A window takes what fits.
 __device__ __forceinline__ layout::NotifyOutcome check_places(const WaitScope& scope, const std::int32_t* prefix) {
   using layout::NotifyOutcome;
   const int num_ranks = scope.domain.num_ranks, dst = static_cast<int>(threadIdx.x);
   bool too_small = false, hard = false;
   if (dst < num_ranks) {
     const layout::Place& place = announcement(scope, dst).place;
-    too_small = prefix[(num_ranks - 1) * num_ranks + dst] > place.capacity;
+    too_small = prefix[(num_ranks - 1) * num_ranks + dst] > place.capacity && (place.flags & layout::kPlaceWindow) == 0;
     hard = too_small && (place.flags & layout::kPlaceHard);
   }
   if (__syncthreads_or(hard)) return NotifyOutcome::kTooSmallHard;
@@ -158,6 +167,16 @@ struct TokenWords {
     for (int i = 0; i < kPerLane; ++i) {
       const int n = threadIdx.x % 32 + 32 * i;
       scale[i] = token < args.num_tokens && n < scales.num_items ? scales.load(token, n) : 0;
+    }
+  }
+  // From positions among this rank's rows to indices in the destinations' blocks; -1 where the row is not taken.
+  __device__ void place_rows(const Target* targets) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (position[i] < 0) continue;
+      const Target& target = targets[threadIdx.x % 32 + 32 * i];
+      position[i] += target.first_row;
+      if (position[i] >= target.num_rows) position[i] = -1;
     }
   }
   // The destinations as bits.
@@ -290,7 +309,8 @@ __device__ __forceinline__ void copy_row(const DispatchParams& params, std::int6
 }
 
 // R4: rows of a hard place that nobody sends: ids -1, weights 0, source index -1. All threads of the grid.
-__device__ __forceinline__ void fill_tail(const DispatchParams& params, const Target& mine, std::int64_t arrived) {
+__device__ __forceinline__ void fill_tail(const DispatchParams& params, const Target& mine) {
+  const std::int64_t arrived = mine.filled_rows;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   const std::int64_t topk = params.args.ids.topk;

@@ -18,12 +18,14 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads)
   extern __shared__ std::uint32_t expert_counts[];
   __shared__ WarpCounts warp_counts;
   const layout::ExpertBlocks experts(args.num_experts, num_ranks);
-  const TokenRange range(args.ids.num_tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  const int block = static_cast<int>(blockIdx.x);
+  const TokenRange range(args.ids.num_tokens, block, static_cast<int>(gridDim.x));
 
-  count_tokens<Id>(args.ids, experts, range, expert_counts, warp_counts, [&](int, std::int64_t t, std::uint64_t mask) {
-    if (t >= range.end) return;
-    for (int r = 0; r < num_ranks; ++r) args.is_token_in_rank[t * num_ranks + r] = (mask >> r) & 1;
-  });
+  count_tokens(RouteByIds<Id>{args.ids, experts}, experts, block, range, expert_counts, warp_counts,
+               [&](int, std::int64_t t, std::uint64_t mask) {
+                 if (t >= range.end) return;
+                 for (int r = 0; r < num_ranks; ++r) args.is_token_in_rank[t * num_ranks + r] = (mask >> r) & 1;
+               });
   __syncthreads();
 
   for (int i = threadIdx.x; i < args.num_experts + num_ranks; i += NotifyTuning::kThreads) {

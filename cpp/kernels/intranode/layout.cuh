@@ -105,18 +105,54 @@ __device__ __forceinline__ std::uint32_t sum_warps(
   return sum;
 }
 
-// Counts the tokens of a block: experts into `expert_counts` (shared, zeroed here), ranks into warp_counts[0]. Calls
+// Where tokens go, by their experts' ids.
+template <typename Id>
+struct RouteByIds {
+  const TopkIds& ids;
+  const layout::ExpertBlocks& experts;
+
+  // The ranks of token `t`; with kCount its entries are added to `expert_counts` (shared).
+  template <bool kCount>
+  __device__ std::uint64_t ranks(std::int64_t t, std::uint32_t* expert_counts) const {
+    return rank_mask<Id, kCount>(ids, experts, t, expert_counts);
+  }
+  // What the block's sum for an expert starts from.
+  __device__ std::uint32_t first_count(int, int) const { return 0; }
+};
+
+// The same from a mask [T, R] and a count [E] for each expert, which the first block takes as its own.
+struct RouteByMask {
+  const bool* token_in_rank;
+  const std::int32_t* expert_counts;
+  int num_ranks;
+
+  template <bool kCount>
+  __device__ std::uint64_t ranks(std::int64_t t, std::uint32_t*) const {
+    const auto* row = reinterpret_cast<const std::uint8_t*>(token_in_rank) + t * num_ranks;
+    std::uint64_t mask = 0;
+#pragma unroll 8
+    for (int r = 0; r < num_ranks; ++r) mask |= std::uint64_t{__ldg(row + r) != 0} << r;
+    return mask;
+  }
+  __device__ std::uint32_t first_count(int block, int expert_idx) const {
+    return block == 0 ? static_cast<std::uint32_t>(__ldg(expert_counts + expert_idx)) : 0;
+  }
+};
+
+// Counts the tokens of a block: experts into `expert_counts` (shared, set here), ranks into warp_counts[0]. Calls
 // each(chunk, t, mask) in every thread for every chunk; the mask of a token past the range is 0. Ends without a
 // barrier.
-template <typename Id, typename Each>
-__device__ void count_tokens(const TopkIds& ids, const layout::ExpertBlocks& experts, const TokenRange& range,
-                             std::uint32_t* expert_counts, WarpCounts& warp_counts, Each each) {
-  for (int e = threadIdx.x; e < experts.num_experts; e += NotifyTuning::kThreads) expert_counts[e] = 0;
+template <typename Route, typename Each>
+__device__ void count_tokens(const Route& route, const layout::ExpertBlocks& experts, int block,
+                             const TokenRange& range, std::uint32_t* expert_counts, WarpCounts& warp_counts,
+                             Each each) {
+  for (int e = threadIdx.x; e < experts.num_experts; e += NotifyTuning::kThreads)
+    expert_counts[e] = route.first_count(block, e);
   __syncthreads();
   std::uint32_t counts[kRanksPerLane] = {};
   for (int chunk = 0; chunk < range.num_chunks; ++chunk) {
     const std::int64_t t = range.token(chunk);
-    const std::uint64_t mask = t < range.end ? rank_mask<Id, true>(ids, experts, t, expert_counts) : 0;
+    const std::uint64_t mask = t < range.end ? route.template ranks<true>(t, expert_counts) : 0;
     each(chunk, t, mask);
     count_ranks(mask, experts.num_ranks, counts);
   }

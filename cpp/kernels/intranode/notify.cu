@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/intranode/launch.hpp"
 #include "kernels/intranode/notify.cuh"
@@ -12,7 +13,7 @@
 namespace deep_moe::kernels {
 namespace {
 
-// Blocks 0 .. n - 2 read ids, in order of tokens; the last one gathers.
+// Blocks 0 .. n - 2 read ids, or the mask in their place, in order of tokens; the last one gathers.
 template <typename Id>
 __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
     notify_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ NotifyArgs args) {
@@ -20,10 +21,14 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
   __shared__ NotifyShared shared;
   ptx::griddepcontrol_launch_dependents();  // dispatch waits for the end of this kernel where it needs it
   const int num_blocks = static_cast<int>(gridDim.x) - 1, block = static_cast<int>(blockIdx.x);
-  if (block == num_blocks) {
-    gather_block(domain, args, dynamic_shared);
+  if (block == num_blocks) return gather_block(domain, args, dynamic_shared);
+  const layout::ExpertBlocks experts(args.num_experts, domain.num_ranks);
+  if constexpr (std::is_void_v<Id>) {
+    const RouteByMask route{args.token_in_rank, args.expert_counts, domain.num_ranks};
+    layout_block(domain, args, route, experts, block, num_blocks, dynamic_shared, shared);
   } else {
-    layout_block<Id>(domain, args, block, num_blocks, dynamic_shared, shared);
+    const RouteByIds<Id> route{args.ids, experts};
+    layout_block(domain, args, route, experts, block, num_blocks, dynamic_shared, shared);
   }
 }
 
@@ -58,6 +63,15 @@ __global__ void __launch_bounds__(layout::kMaxKernelRanks)
   if (__syncthreads_and(ok) && peer == 0) ptx::st_relaxed_gpu(&state.epoch, scope.epoch);
 }
 
+void check_mask(const NotifyArgs& args) {
+  check_range("num_experts", args.num_experts, 1, layout::kMaxExperts);
+  check_range("num_blocks", args.num_blocks, 0, layout::kMaxNotifyBlocks);
+  check_range("ids.num_tokens", args.ids.num_tokens, 0, INT32_MAX);
+  if (args.expert_counts == nullptr) throw ArgumentError("expert_counts is null; allowed: null only with ids");
+  if (args.ids.num_tokens > 0 && args.token_in_rank == nullptr)
+    throw ArgumentError("token_in_rank is null; allowed: null only with ids or without tokens");
+}
+
 __global__ void set_epoch_kernel(layout::NotifyState* state, std::uint64_t epoch) {
   state->epoch = epoch;
   state->reset_epoch = epoch;
@@ -67,14 +81,23 @@ __global__ void set_epoch_kernel(layout::NotifyState* state, std::uint64_t epoch
 
 void notify(const DeviceDomain& domain, NotifyArgs args, Stream stream) {
   check_domain(domain);
-  check_ids(args.ids, args.num_experts, args.num_blocks);
+  const bool by_mask = args.ids.topk == 0;
+  if (by_mask) {
+    check_mask(args);
+  } else {
+    check_ids(args.ids, args.num_experts, args.num_blocks);
+  }
   args.hash = layout::signature_hash(args.signature);
   const dim3 grid(static_cast<unsigned>(num_layout_blocks(args.ids.num_tokens, args.num_blocks) + 1));
   const std::size_t shared = notify_dynamic_bytes(args.num_experts, domain.num_ranks);
-  with_id_type(args.ids.id_bytes, [&](auto id) {
-    notify_kernel<decltype(id)>
-        <<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(domain, args);
-  });
+  const auto start = [&](auto* kernel) {
+    kernel<<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(domain, args);
+  };
+  if (by_mask) {
+    start(notify_kernel<void>);
+  } else {
+    with_id_type(args.ids.id_bytes, [&](auto id) { start(notify_kernel<decltype(id)>); });
+  }
   check_cuda(cudaGetLastError(), "launch of notify");
 }
 
@@ -116,6 +139,7 @@ void prepare_notify() {
   for (const int id_bytes : {4, 8}) {
     with_id_type(id_bytes, [&](auto id) { load_kernel(notify_kernel<decltype(id)>, shared); });
   }
+  load_kernel(notify_kernel<void>, shared);
   load_kernel(refusal_kernel, 0);
   load_kernel(set_epoch_kernel, 0);
 }

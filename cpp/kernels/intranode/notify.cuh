@@ -78,10 +78,10 @@ __device__ __forceinline__ bool wait_for_lower_blocks(const WaitScope& scope, in
 }
 
 // L6: where each token of the block lies among this rank's rows for each rank, in token order.
-template <typename Id>
-__device__ void write_positions(const NotifyArgs& args, const layout::ExpertBlocks& experts, const TokenRange& range,
+template <typename Route>
+__device__ void write_positions(const NotifyArgs& args, const Route& route, int num_ranks, const TokenRange& range,
                                 NotifyShared& shared) {
-  const int num_ranks = experts.num_ranks, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::uint32_t lower_lanes = (1u << lane) - 1;
   std::uint32_t base[kRanksPerLane];
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ void write_positions(const NotifyArgs& args, const layout::ExpertBloc
     if (chunk < NotifyTuning::kKeptChunks) {
       mask = shared.masks[chunk][threadIdx.x];
     } else if (inside) {
-      mask = rank_mask<Id, false>(args.ids, experts, t, nullptr);
+      mask = route.template ranks<false>(t, nullptr);
     }
 
     std::uint32_t counts[kRanksPerLane] = {}, start[kRanksPerLane];
@@ -119,21 +119,21 @@ __device__ void write_positions(const NotifyArgs& args, const layout::ExpertBloc
 }
 
 // A block that reads ids. `block` of `num_blocks`; it waits for no block but lower ones, and for no peer.
-template <typename Id>
-__device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args, int block, int num_blocks,
+template <typename Route>
+__device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args, const Route& route,
+                             const layout::ExpertBlocks& experts, int block, int num_blocks,
                              std::uint32_t* expert_counts, NotifyShared& shared) {
   const int rank = domain.rank, num_ranks = domain.num_ranks;
   layout::NotifyState& state = domain.words.state(domain.workspaces[rank]);
   const std::uint32_t failed = ptx::ld_relaxed_gpu(&state.failed);
   const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
-  const layout::ExpertBlocks experts(args.num_experts, num_ranks);
   const TokenRange range(args.ids.num_tokens, block, num_blocks);
 
   // L1: count.
-  count_tokens<Id>(args.ids, experts, range, expert_counts, shared.warp_counts,
-                   [&](int chunk, std::int64_t, std::uint64_t mask) {
-                     if (chunk < NotifyTuning::kKeptChunks) shared.masks[chunk][threadIdx.x] = mask;
-                   });
+  count_tokens(route, experts, block, range, expert_counts, shared.warp_counts,
+               [&](int chunk, std::int64_t, std::uint64_t mask) {
+                 if (chunk < NotifyTuning::kKeptChunks) shared.masks[chunk][threadIdx.x] = mask;
+               });
   if (__syncthreads_or(failed != 0)) return;
 
   // L2: this block's rows, for the blocks after it.
@@ -156,7 +156,7 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
       if (peer == 0 && args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(rows);
     }
   }
-  write_positions<Id>(args, experts, range, shared);
+  write_positions(args, route, num_ranks, range, shared);
 }
 
 // G3: every source's counts, into `matrix` [R, R] and `expert_sums` [L] (shared, zeroed). False: the block must leave.
