@@ -31,6 +31,7 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   Tensor empty(DType dtype, const std::vector<std::int64_t>& shape) override;
   Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) override;
   MemoryStats memory_stats() override;
+  std::string memory_kind() override { return "memfd"; }
   void refuse(const std::string& call, const std::string& reason) override;
   void check() override;
   void reset() override;

@@ -22,6 +22,9 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
   if (const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES"); text != nullptr && *text != '\0')
     world.max_heap_bytes = static_cast<std::size_t>(std::strtod(text, nullptr));
+  if (options.use_fabric) world.memory = MemoryKind::kFabric;
+  if (const char* kind = std::getenv("DEEP_MOE_MEMORY"); kind != nullptr && *kind != '\0')
+    world.memory = deep_moe::cuda::memory_kind(kind);
   world.timeout_seconds = options.timeout_seconds;
   world.interrupt_check = [this] {
     if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();
@@ -54,6 +57,7 @@ Stream CudaBuffer::current_stream() const { return options.current_stream ? opti
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
   has_captured_ = has_captured_ || capture_of(comm_stream_).active;
+  if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller());
   return streams;
 }
 
@@ -166,12 +170,12 @@ CombineResult CudaBuffer::combine(const CombineArgs& args) {
       [&] { return combine_rows(call, args); });
 }
 
-Tensor CudaBuffer::device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream user) {
+Tensor CudaBuffer::device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream first_user, Stream user) {
   Tensor tensor;
   tensor.view = checked_shape(dtype, shape);
   tensor.view.device = world_->device();
   std::string reason;
-  const Block block = world_->allocate_or_grow(tensor.view.num_bytes(), user, &reason);
+  const Block block = world_->allocate_or_grow(tensor.view.num_bytes(), first_user, &reason);
   if (!block)
     throw BufferTooSmallError(std::to_string(tensor.view.num_bytes()) + " bytes of device heap needed: " + reason);
   tensor.view.data = block.ptr;
@@ -201,9 +205,9 @@ LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::in
   check_topk_idx_shape(topk_idx, num_experts);
   CallStreams joined = join_streams(streams);
   LayoutResult result;
-  result.num_tokens_per_rank = device_tensor(DType::kInt32, {num_ranks}, joined.caller());
-  result.num_tokens_per_expert = device_tensor(DType::kInt32, {num_experts}, joined.caller());
-  result.is_token_in_rank = device_tensor(DType::kBool, {topk_idx.shape[0], num_ranks}, joined.caller());
+  result.num_tokens_per_rank = device_tensor(DType::kInt32, {num_ranks}, comm_stream_, joined.caller());
+  result.num_tokens_per_expert = device_tensor(DType::kInt32, {num_experts}, comm_stream_, joined.caller());
+  result.is_token_in_rank = device_tensor(DType::kBool, {topk_idx.shape[0], num_ranks}, comm_stream_, joined.caller());
   kernels::LayoutArgs args;
   args.ids = ids_of(topk_idx);
   args.num_experts = static_cast<int>(num_experts);
@@ -231,7 +235,8 @@ void CudaBuffer::clean_mask() { throw UnavailableError("masks of ranks: not on G
 
 Tensor CudaBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
   const Call call(*this);
-  return device_tensor(dtype, shape, current_stream());
+  const Stream user = current_stream();
+  return device_tensor(dtype, shape, user, user);
 }
 
 Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) {
@@ -239,7 +244,10 @@ Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, boo
   const std::int64_t capacity = check_scratch_range(offset, num_bytes, use_rdma_buffer);
   const std::lock_guard<std::mutex> scratch_lock(scratch_mutex_);
   Tensor& scratch = scratch_[use_rdma_buffer ? 1 : 0];
-  if (!scratch.owner) scratch = device_tensor(DType::kUInt8, {capacity > 0 ? capacity : 1}, current_stream());
+  if (!scratch.owner) {
+    const Stream user = current_stream();
+    scratch = device_tensor(DType::kUInt8, {capacity > 0 ? capacity : 1}, user, user);
+  }
   Tensor view;
   view.view = TensorView::contiguous(scratch.as<char>() + offset, DType::kUInt8, {num_bytes});
   view.view.device = world_->device();
@@ -250,6 +258,11 @@ Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, boo
 MemoryStats CudaBuffer::memory_stats() {
   const CallGate::Pass pass(open_gate());
   return world_->heap().stats();
+}
+
+std::string CudaBuffer::memory_kind() {
+  const CallGate::Pass pass(open_gate());
+  return memory_kind_name(world_->memory_kind());
 }
 
 void CudaBuffer::refuse(const std::string& call_name, const std::string& reason) {
@@ -305,19 +318,11 @@ void CudaBuffer::release() noexcept {
 }
 
 std::shared_ptr<Buffer::Impl> make_buffer(const Bootstrap& bootstrap, const BufferOptions& options) {
-  if (!cuda_transport_compiled())
-    throw UnavailableError(
-        "device: Buffers on GPUs are not finished in this version; use the CPU (device='cpu'). DEEP_MOE_CUDA_PREVIEW=1 "
-        "allows them for work on deep_moe itself");
   return std::make_shared<CudaBuffer>(bootstrap, options);
 }
 
 }  // namespace deep_moe::cuda
 
 namespace deep_moe {
-// Until the GPU Buffer passes its tests it has to be asked for by name.
-bool cuda_transport_compiled() {
-  const char* preview = std::getenv("DEEP_MOE_CUDA_PREVIEW");
-  return preview != nullptr && std::strcmp(preview, "1") == 0;
-}
+bool cuda_transport_compiled() { return true; }
 }  // namespace deep_moe

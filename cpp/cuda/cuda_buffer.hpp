@@ -36,6 +36,7 @@ class CudaBuffer final : public Buffer::Impl {
   Tensor empty(DType dtype, const std::vector<std::int64_t>& shape) override;
   Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) override;
   MemoryStats memory_stats() override;
+  std::string memory_kind() override;
   void refuse(const std::string& call, const std::string& reason) override;
   void* comm_stream() const override;
   void record_stream(const TensorView& tensor, void* stream) override;
@@ -59,13 +60,14 @@ class CudaBuffer final : public Buffer::Impl {
   template <typename Check, typename Body>
   auto run(const layout::CallSignature& signature, const Check& checks, const Body& body);
   void post_refusal(const layout::CallSignature& signature, const std::string& reason);
-  Tensor device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream user);
+  // Used first on one stream, and handed out on another.
+  Tensor device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream first_user, Stream user);
   void release() noexcept;
 
   DispatchResult dispatch_rows(const layout::CallSignature& signature, const DispatchArgs& args);
   CombineResult combine_rows(const layout::CallSignature& signature, const CombineArgs& args);
   void prepare_route(const DispatchArgs& args, RowMovement* move);
-  void offer_block(const DispatchArgs& args, RowMovement* move);
+  void offer_block(RowMovement* move);
   void launch_notified(const DispatchArgs& args, RowMovement* move);
   void launch_placed(const DispatchArgs& args, RowMovement* move);
   void read_counts(const DispatchArgs& args, RowMovement* move);
@@ -78,7 +80,7 @@ class CudaBuffer final : public Buffer::Impl {
   DispatchResult hand_out(const DispatchArgs& args, RowMovement* move);
   void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
-  Block shared_block(std::size_t bytes, Stream user, const char* call);
+  Block shared_block(std::size_t bytes, const char* call);
   layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream comm, std::vector<Block>* staging);
 
   CallGate gate_;

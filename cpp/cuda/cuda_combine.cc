@@ -18,7 +18,7 @@ layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, S
     place.offset = static_cast<std::int64_t>(offset);
     return place;
   }
-  const Block block = shared_block(width * static_cast<std::size_t>(num_rows), comm, "combine");
+  const Block block = shared_block(width * static_cast<std::size_t>(num_rows), "combine");
   staging->push_back(block);
   check_runtime(
       cudaMemcpy2DAsync(block.ptr, width, rows.data,
@@ -45,9 +45,10 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
     if (args.out.defined()) {
       result.combined_x.view = args.out;
     } else {
-      result.combined_x = device_tensor(args.x.dtype, {num_tokens, hidden}, streams.caller());
+      result.combined_x = device_tensor(args.x.dtype, {num_tokens, hidden}, comm_stream_, streams.caller());
     }
-    if (topk > 0) result.combined_topk_weights = device_tensor(DType::kFloat32, {num_tokens, topk}, streams.caller());
+    if (topk > 0)
+      result.combined_topk_weights = device_tensor(DType::kFloat32, {num_tokens, topk}, comm_stream_, streams.caller());
   } catch (const BufferTooSmallError& error) {
     for (const Block& block : staging) world_->heap().own(block, streams.comm()).reset();
     post_refusal(call, error.what());

@@ -27,7 +27,7 @@ DispatchResult CudaBuffer::dispatch_rows(const layout::CallSignature& call, cons
   RowMovement move(streams);
   try {
     prepare_route(args, &move);
-    offer_block(args, &move);
+    offer_block(&move);
   } catch (const BufferTooSmallError& error) {
     post_refusal(call, error.what());
     throw;
@@ -94,24 +94,34 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
   }
   move->format.weight_bytes = args.topk_weights.defined() ? 4 : 0;
   const Stream user = move->streams.caller();
-  move->handle.send_index = device_tensor(DType::kInt32, {move->num_tokens, num_ranks}, user);
-  move->handle.is_token_in_rank = device_tensor(DType::kBool, {move->num_tokens, num_ranks}, user);
-  move->handle.rank_prefix_matrix = device_tensor(DType::kInt32, {num_ranks, num_ranks}, user);
+  // One block, for they live and die together.
+  const std::size_t cells = static_cast<std::size_t>(move->num_tokens) * static_cast<std::size_t>(num_ranks);
+  const std::size_t send_index =
+      layout::align_up(sizeof(std::int32_t) * static_cast<std::size_t>(num_ranks * num_ranks), layout::kAlign);
+  const std::size_t in_rank = send_index + layout::align_up(sizeof(std::int32_t) * cells, layout::kAlign);
+  const Tensor block = device_tensor(DType::kUInt8, {static_cast<std::int64_t>(in_rank + cells)}, comm_stream_, user);
+  const auto part = [&](std::size_t offset, DType dtype, std::int64_t rows) {
+    Tensor tensor = block;
+    tensor.view = TensorView::contiguous(block.as<char>() + offset, dtype, {rows, num_ranks});
+    tensor.view.device = world_->device();
+    return tensor;
+  };
+  move->handle.rank_prefix_matrix = part(0, DType::kInt32, num_ranks);
+  move->handle.send_index = part(send_index, DType::kInt32, move->num_tokens);
+  move->handle.is_token_in_rank = part(in_rank, DType::kBool, move->num_tokens);
   const std::int64_t known_rows = move->worst_rows > 0 ? 0 : num_ranks;
   move->handle.meta = make_host_tensor(DType::kInt64, {layout::kDispatchMetaSize + known_rows});
 }
 
-void CudaBuffer::offer_block(const DispatchArgs& args, RowMovement* move) {
-  (void)args;
-  const Stream user = move->streams.caller();
+void CudaBuffer::offer_block(RowMovement* move) {
   const std::int64_t known = move->worst_rows > 0 ? move->worst_rows : move->cached ? move->arrived : -1;
   if (known < 0) {
-    move->block = world_->heap().allocate_largest(std::numeric_limits<std::int64_t>::max(), user);
+    move->block = world_->heap().allocate_largest(std::numeric_limits<std::int64_t>::max(), comm_stream_);
     if (move->block && !world_->shared(move->block.segment))  // appended for this rank alone, and not everywhere yet
       free_block(move);
     move->place.capacity = RecvBlock::capacity(move->format, static_cast<std::int64_t>(move->block.bytes));
   } else {
-    move->block = shared_block(RecvBlock(move->format, known).total, user, "dispatch");
+    move->block = shared_block(RecvBlock(move->format, known).total, "dispatch");
     move->place.capacity = known;
   }
   if (!move->block) move->place.capacity = 0;
@@ -122,9 +132,9 @@ void CudaBuffer::offer_block(const DispatchArgs& args, RowMovement* move) {
 }
 
 // A block that every peer can reach, or BufferTooSmallError.
-Block CudaBuffer::shared_block(std::size_t bytes, Stream user, const char* call) {
+Block CudaBuffer::shared_block(std::size_t bytes, const char* call) {
   std::string reason;
-  const Block block = world_->allocate_or_grow(bytes, user, &reason);
+  const Block block = world_->allocate_or_grow(bytes, comm_stream_, &reason);
   if (!block)
     throw BufferTooSmallError(std::string(call) + ": " + std::to_string(bytes) + " bytes of heap needed: " + reason);
   try {
@@ -235,42 +245,50 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   const Stream user = move->streams.caller();
   const std::int64_t rows = move->worst_rows > 0 ? move->worst_rows : move->arrived;
   const RecvBlock parts(move->format, rows);
-  const std::vector<std::size_t> offsets{parts.x, parts.scales, parts.topk_idx, parts.topk_weights, parts.src_idx};
-  std::vector<Block> blocks;
-  if (move->spill || parts.total == 0) {
+  // Rows and scales die together, and so does what is small.
+  char* base = nullptr;
+  std::shared_ptr<void> rows_owner, small_owner;
+  if (move->spill) {
+    base = move->spill.get();
+    rows_owner = small_owner = move->spill;
+    free_block(move);
+  } else if (parts.total == 0) {
     free_block(move);
   } else {
+    base = move->block.ptr;
     world_->heap().shrink(move->block, parts.total);
-    blocks = world_->heap().split(move->block, offsets);
+    const std::vector<Block> blocks = world_->heap().split(move->block, {parts.x, parts.topk_idx});
     move->block = {};
+    rows_owner = world_->heap().own(blocks[0], user);
+    small_owner = world_->heap().own(blocks[1], user);
   }
-  const auto tensor = [&](std::size_t part, DType dtype, const std::vector<std::int64_t>& shape) {
+  const auto tensor = [&](std::size_t offset, DType dtype, const std::vector<std::int64_t>& shape) {
     Tensor out;
     out.view = checked_shape(dtype, shape);
     out.view.device = world_->device();
-    if (move->spill) {
-      out.view.data = move->spill.get() + offsets[part];
-      out.owner = move->spill;
-    } else if (parts.total > 0 && blocks[part]) {
-      out.view.data = blocks[part].ptr;
-      out.owner = world_->heap().own(blocks[part], user);
+    if (base != nullptr && out.view.numel() > 0) {
+      out.view.data = base + offset;
+      out.owner = offset < parts.topk_idx ? rows_owner : small_owner;
     }
     return out;
   };
   DispatchResult result;
-  result.recv_x.data = tensor(0, args.x.data.dtype, {rows, args.x.data.shape[1]});
+  result.recv_x.data = tensor(parts.x, args.x.data.dtype, {rows, args.x.data.shape[1]});
   if (const TensorView& scales = args.x.scales; scales.defined()) {
     Tensor& out = result.recv_x.scales;
-    out = scales.num_dims == 2 ? tensor(1, scales.dtype, {rows, scales.shape[1]}) : tensor(1, scales.dtype, {rows});
+    out = scales.num_dims == 2 ? tensor(parts.scales, scales.dtype, {rows, scales.shape[1]})
+                               : tensor(parts.scales, scales.dtype, {rows});
     if (move->column_scales) {
       out.view.stride[0] = 1;
       out.view.stride[1] = rows;
     }
   }
-  Tensor src_idx = tensor(4, DType::kInt32, {rows});
+  Tensor src_idx = tensor(parts.src_idx, DType::kInt32, {rows});
   if (move->cached) return result;
-  if (move->format.topk > 0) result.recv_topk_idx = tensor(2, args.topk_idx.dtype, {rows, move->format.topk});
-  if (move->format.weight_bytes > 0) result.recv_topk_weights = tensor(3, DType::kFloat32, {rows, move->format.topk});
+  if (move->format.topk > 0)
+    result.recv_topk_idx = tensor(parts.topk_idx, args.topk_idx.dtype, {rows, move->format.topk});
+  if (move->format.weight_bytes > 0)
+    result.recv_topk_weights = tensor(parts.topk_weights, DType::kFloat32, {rows, move->format.topk});
   result.num_recv_tokens_per_expert = std::move(move->expert_rows);
   std::int64_t* meta = move->handle.meta.as<std::int64_t>();
   meta[layout::kMetaNumTokens] = move->num_tokens;

@@ -42,14 +42,13 @@ std::shared_ptr<char> allocate_private(std::size_t bytes, int device, Stream com
 
 // All ranks come here alike. Room for as much again is asked for: the combine of these rows may need staging.
 void CudaBuffer::grow_and_move(const DispatchArgs& args, RowMovement* move) {
-  const Stream user = move->streams.caller();
   const std::size_t bytes = RecvBlock(move->format, move->arrived).total;
   const bool fits = move->place.capacity >= move->arrived;
   if (!fits) free_block(move);
   const DeviceWorld::Growth growth = world_->grow(fits ? 0 : bytes, fits ? 0 : 3 * bytes);
   std::string reason = growth.reasons[static_cast<std::size_t>(rank)];
   if (!fits) {
-    move->block = world_->heap().allocate(bytes, user);
+    move->block = world_->heap().allocate(bytes, comm_stream_);
     if (!growth.everywhere && !(move->block && world_->shared(move->block.segment))) {
       const std::string why = offer_window(move);
       if (reason.empty()) reason = why;
@@ -71,11 +70,10 @@ void CudaBuffer::grow_and_move(const DispatchArgs& args, RowMovement* move) {
 
 // The largest block that every peer reaches, and ordinary memory for all rows. The reason where there is none.
 std::string CudaBuffer::offer_window(RowMovement* move) {
-  const Stream user = move->streams.caller();
   const std::size_t bytes = RecvBlock(move->format, move->arrived).total;
   free_block(move);
   world_->heap().settle(kSettleSeconds);
-  move->block = world_->heap().allocate_largest(bytes, user);
+  move->block = world_->heap().allocate_largest(bytes, comm_stream_);
   if (move->block && !world_->shared(move->block.segment)) free_block(move);
   if (!move->block) return "its heap has no free memory";
   if (move->block.bytes >= bytes) return {};

@@ -65,8 +65,10 @@ DeviceHeap::~DeviceHeap() {
   const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
   if (on_device) {
     bool all_recorded = true;
+    deferred_.insert(deferred_.end(), small_.begin(), small_.end());
     deferred_.push_back({{}, {comm_stream_->get()}, nullptr});
-    for (const Use& use : std::exchange(deferred_, {})) all_recorded = wait_for_users(use) && all_recorded;
+    for (const Use& use : std::exchange(deferred_, {}))
+      all_recorded = wait_for_users(use.streams, {use.block}) != nullptr && all_recorded;
     if (!all_recorded) new std::shared_ptr<Heap>(heap_);  // nothing tells when its users are done: kept for good
     for (auto& [stream, queue] : waiting_) {
       for (const Waiting& entry : queue) events.push_back(entry.event);
@@ -75,11 +77,70 @@ DeviceHeap::~DeviceHeap() {
   drop_behind({heap_, comm_stream_}, events_, std::move(events));
 }
 
+void DeviceHeap::free(Dropped& dropped) {
+  const bool quarantine = has_failed_ && has_failed_();
+  for (const Block& block : std::exchange(dropped.blocks, {})) {
+    dropped_bytes_ -= block.bytes;
+    if (quarantine) {
+      heap_->quarantine(block);
+    } else {
+      heap_->free(block);
+    }
+  }
+}
+
+void DeviceHeap::free_behind(Stream stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (small_.empty() && large_.empty()) return;
+  if (capture_of(comm_stream_->get()).active) return;  // nobody knows what a launch of the graph will be behind
+  const auto ordered = [&](const std::vector<Stream>& streams) {
+    return std::all_of(streams.begin(), streams.end(),
+                       [&](Stream user) { return user == stream || user == comm_stream_->get(); });
+  };
+  Dropped now{{}, 0};
+  std::erase_if(small_, [&](const Use& use) {
+    const bool is_free = ordered(use.streams);
+    if (is_free) now.blocks.push_back(use.block);
+    return is_free;
+  });
+  std::erase_if(large_, [&](const auto& entry) {
+    const std::shared_ptr<Dropped> dropped = entry.second.lock();
+    if (dropped && !ordered(entry.first)) return false;
+    if (dropped) now.blocks.insert(now.blocks.end(), dropped->blocks.begin(), dropped->blocks.end());
+    if (dropped) dropped->blocks.clear();
+    return true;
+  });
+  if (now.blocks.empty()) return;
+  const OutsideCapture outside_capture;
+  if (freed_ == nullptr) freed_ = events_->take();
+  check(driver().cuEventRecord(freed_, static_cast<CUstream>(comm_stream_->get())), "cuEventRecord");
+  behind_freed_.clear();
+  free(now);
+}
+
+// What is free may have been freed by the order of streams: other streams than the comm stream have to join it.
+void DeviceHeap::follow_freed(Stream first_user) {
+  if (freed_ == nullptr) return;
+  if (capture_of(first_user).active) {
+    // A launch of the graph can be behind nothing of today: it has to be done.
+    const OutsideCapture outside_capture;
+    while (driver().cuEventQuery(freed_) == CUDA_ERROR_NOT_READY) std::this_thread::yield();
+    return;
+  }
+  if (first_user == comm_stream_->get() ||
+      std::find(behind_freed_.begin(), behind_freed_.end(), first_user) != behind_freed_.end())
+    return;
+  const OutsideCapture outside_capture;
+  check(driver().cuStreamWaitEvent(static_cast<CUstream>(first_user), freed_, 0), "cuStreamWaitEvent");
+  behind_freed_.push_back(first_user);
+}
+
 Block DeviceHeap::allocate(std::size_t bytes, Stream first_user) {
   take_back_leases();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return {};
   if (Block block = reuse_in_capture(bytes, first_user)) return block;
+  follow_freed(first_user);
   if (num_unseen_ < kUnseenBlocks && bytes < kSmallBytes) {
     if (Block block = heap_->allocate(bytes)) return block;
   }
@@ -92,7 +153,8 @@ Block DeviceHeap::allocate_largest(std::size_t max_bytes, Stream first_user) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return {};
   if (Block block = reuse_in_capture(max_bytes, first_user)) return block;
-  reclaim();
+  follow_freed(first_user);
+  if (num_unseen_ >= kUnseenBlocks) reclaim();
   return heap_->allocate_largest(max_bytes);
 }
 
@@ -106,7 +168,7 @@ bool DeviceHeap::settle(double seconds) {
       reclaim();
       const bool in_use =
           std::any_of(waiting_.begin(), waiting_.end(), [](const auto& q) { return !q.second.empty(); });
-      if (!in_use && deferred_.empty()) return true;
+      if (!in_use && deferred_.empty()) return true;  // reclaim() has looked at the small ones
     }
     if (std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -231,8 +293,6 @@ bool DeviceHeap::record_stream(const void* ptr, Stream stream) {
 }
 
 void DeviceHeap::drop(char* ptr) noexcept {
-  const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
-  if (!on_device) return;  // the driver is gone: the process is ending
   try {
     const Stream here = current_stream_ ? current_stream_() : comm_stream_->get();
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -242,9 +302,15 @@ void DeviceHeap::drop(char* ptr) noexcept {
     uses_.erase(owned);
     add_stream(use.streams, here);
     dropped_bytes_ += use.block.bytes;
-    num_unseen_ += use.block.bytes < kSmallBytes ? 1 : kUnseenBlocks;
-    drop_use(std::move(use));
-  } catch (...) {  // no memory, or a device that has failed: the block stays out of use
+    if (!use.lease && use.block.bytes < kSmallBytes) {
+      ++num_unseen_;
+      small_.push_back(std::move(use));
+      return;
+    }
+    num_unseen_ = kUnseenBlocks;
+    const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
+    if (on_device) drop_use(std::move(use));  // else the driver is gone: the process is ending
+  } catch (...) {                             // no memory, or a device that has failed: the block stays out of use
   }
 }
 
@@ -267,37 +333,57 @@ void DeviceHeap::drop_use(Use use) {
     return;
   }
   use.lease.reset();
-  // Events recorded now would go into the capture; later ones are as good.
-  const bool captured = std::any_of(use.streams.begin(), use.streams.end(), [](Stream stream) {
+  if (auto dropped = wait_for_users(use.streams, {use.block})) {
+    large_.emplace_back(std::move(use.streams), std::move(dropped));
+  } else {
+    deferred_.push_back(std::move(use));
+  }
+}
+
+// Blocks of the same users share their events.
+void DeviceHeap::drop_small() {
+  std::vector<Use> uses = std::exchange(small_, {});
+  for (Use& use : uses) std::sort(use.streams.begin(), use.streams.end());
+  std::sort(uses.begin(), uses.end(), [](const Use& a, const Use& b) { return a.streams < b.streams; });
+  for (std::size_t first = 0, next = 0; first < uses.size(); first = next) {
+    std::vector<Block> blocks;
+    while (next < uses.size() && uses[next].streams == uses[first].streams) blocks.push_back(uses[next++].block);
+    if (wait_for_users(uses[first].streams, std::move(blocks))) continue;
+    for (std::size_t i = first; i < next; ++i) deferred_.push_back(std::move(uses[i]));
+  }
+}
+
+// Records an event on every user. Null, and nothing done, if that cannot be done now.
+std::shared_ptr<DeviceHeap::Dropped> DeviceHeap::wait_for_users(const std::vector<Stream>& streams,
+                                                                std::vector<Block> blocks) {
+  // Events recorded now on a captured stream would go into the capture; later ones are as good.
+  const bool captured = std::any_of(streams.begin(), streams.end(), [](Stream stream) {
     const Capture capture = capture_of(stream);
     return capture.active || !capture.known;
   });
-  if (captured || !wait_for_users(use)) deferred_.push_back(std::move(use));
-}
-
-// Records an event on every user. False, and nothing done, if that cannot be done.
-bool DeviceHeap::wait_for_users(const Use& use) {
+  if (captured) return nullptr;
   const OutsideCapture outside_capture;
-  auto dropped = std::make_shared<Dropped>(Dropped{use.block, static_cast<int>(use.streams.size())});
+  auto dropped = std::make_shared<Dropped>(Dropped{std::move(blocks), static_cast<int>(streams.size())});
   std::vector<CUevent> events;
-  for (const Stream stream : use.streams) {
+  for (const Stream stream : streams) {
     events.push_back(events_->take());
     if (driver().cuEventRecord(events.back(), static_cast<CUstream>(stream)) == CUDA_SUCCESS) continue;
     for (const CUevent event : events) events_->give(event);
-    return false;
+    return nullptr;
   }
-  for (std::size_t i = 0; i < events.size(); ++i) waiting_[use.streams[i]].push_back({events[i], dropped});
-  return true;
+  for (std::size_t i = 0; i < events.size(); ++i) waiting_[streams[i]].push_back({events[i], dropped});
+  return dropped;
 }
 
 // Takes back what is done. Events of one stream complete in order, so a few looks find how many have.
 void DeviceHeap::reclaim() noexcept {
   num_unseen_ = 0;
-  if (waiting_.empty() && deferred_.empty()) return;
+  if (waiting_.empty() && deferred_.empty() && small_.empty()) return;
   const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
   if (!on_device) return;
   const OutsideCapture outside_capture;
   try {
+    drop_small();
     for (Use& use : std::exchange(deferred_, {})) drop_use(std::move(use));
   } catch (...) {  // as in drop()
   }
@@ -308,14 +394,7 @@ void DeviceHeap::reclaim() noexcept {
         is_done(entries.back()) ? entries.end() : std::partition_point(entries.begin(), entries.end() - 1, is_done);
     for (auto entry = entries.begin(); entry != busy; ++entry) {
       events_->give(entry->event);
-      Dropped& dropped = *entry->dropped;
-      if (--dropped.num_events > 0) continue;
-      dropped_bytes_ -= dropped.block.bytes;
-      if (has_failed_ && has_failed_()) {
-        heap_->quarantine(dropped.block);
-      } else {
-        heap_->free(dropped.block);
-      }
+      if (--entry->dropped->num_events == 0) free(*entry->dropped);
     }
     entries.erase(entries.begin(), busy);
     queue = entries.empty() ? waiting_.erase(queue) : std::next(queue);

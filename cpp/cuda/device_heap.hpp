@@ -1,8 +1,10 @@
 // The heap of one rank on a GPU: blocks of device segments that are reused only behind the streams that used them.
 //
 // A block that is handed out has users: the stream it was handed out on, the rank's comm stream, streams added by
-// record_stream, and the current stream of the thread that drops it. Dropping it records an event on each; the block is
-// free once all have completed. Nothing waits for the device, and no lock is held during a wait.
+// record_stream, and the current stream of the thread that drops it. A dropped block is free once its users' work so
+// far is done, which events tell, or once the comm stream stands behind that work: the comm stream may use whatever is
+// free, and other streams are made to wait for the point where it was freed. Nothing waits for the device, and no lock
+// is held during a wait.
 //
 // A block handed out while its stream is captured belongs to that capture: dropped, it is reused only inside the same
 // capture, behind its users, and is free once the graph and all its executables are gone.
@@ -39,6 +41,8 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   DeviceHeap(const DeviceHeap&) = delete;
   DeviceHeap& operator=(const DeviceHeap&) = delete;
 
+  // The comm stream has been made to wait for all that `stream` has to do: blocks used by these two alone are free.
+  void free_behind(Stream stream);
   // As Heap's, after blocks whose users are done have been taken back. `first_user` is the stream whose work will use
   // the block first: captured, it may get a block that was dropped in the same capture. While the comm stream is
   // captured shrink does nothing. No growth here: a segment has to reach the peers first (DeviceWorld).
@@ -77,8 +81,8 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
     std::vector<Stream> streams;
     std::shared_ptr<Lease> lease;  // null outside captures
   };
-  struct Dropped {  // a block that waits for events
-    Block block;
+  struct Dropped {  // blocks that wait for the same events; none once they have been freed by the order of streams
+    std::vector<Block> blocks;
     int num_events;
   };
   struct Waiting {  // one of them
@@ -92,7 +96,10 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   Block reuse_in_capture(std::size_t bytes, Stream first_user);
   void drop(char* ptr) noexcept;
   void drop_use(Use use);
-  bool wait_for_users(const Use& use);
+  std::shared_ptr<Dropped> wait_for_users(const std::vector<Stream>& streams, std::vector<Block> blocks);
+  void drop_small();
+  void free(Dropped& dropped);
+  void follow_freed(Stream first_user);
   void reclaim() noexcept;
   void return_lease(const std::shared_ptr<Lease>& lease);
 
@@ -107,10 +114,14 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   bool closed_ = false;
   std::map<char*, Use> uses_;                                // owned blocks by address
   std::unordered_map<Stream, std::deque<Waiting>> waiting_;  // by stream, in the order of recording
-  std::vector<Use> deferred_;                                // dropped while a user was captured: no events yet
-  std::map<std::uint64_t, std::weak_ptr<Lease>> leases_;     // by capture
-  int num_unseen_ = 0;                                       // dropped since the last reclaim()
-  std::size_t dropped_bytes_ = 0;                            // in waiting_, deferred_ and leases
+  std::vector<Use> small_;                                   // dropped, small: events are recorded for many at a time
+  std::vector<std::pair<std::vector<Stream>, std::weak_ptr<Dropped>>> large_;  // of waiting_, by their users
+  CUevent_st* freed_ = nullptr;       // on the comm stream, where free_behind() has last freed something
+  std::vector<Stream> behind_freed_;  // other streams that wait for it
+  std::vector<Use> deferred_;         // dropped while a user was captured: no events yet
+  std::map<std::uint64_t, std::weak_ptr<Lease>> leases_;  // by capture
+  int num_unseen_ = 0;                                    // dropped since the last reclaim()
+  std::size_t dropped_bytes_ = 0;                         // in waiting_, small_, deferred_ and leases
 };
 
 }  // namespace deep_moe::cuda

@@ -49,7 +49,8 @@ class DeviceWorld {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   int device() const { return device_; }
-  Stream comm_stream() const;  // private, high priority
+  MemoryKind memory_kind() const { return workspace_->kind(); }  // of what this rank shares
+  Stream comm_stream() const;                                    // private, high priority
   const kernels::DeviceDomain& domain() const { return domain_; }
   char* host_words() const { return words_->host(); }  // domain().host as the host sees it
   DeviceHeap& heap() { return *device_heap_; }

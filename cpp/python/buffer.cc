@@ -43,7 +43,7 @@ struct Gather {
 
 void construct(BufferObject* self, int rank, int size, const nb::object& all_gather, std::int64_t num_nvl_bytes,
                std::int64_t num_rdma_bytes, bool low_latency_mode, bool enable_shrink, double timeout_seconds,
-               int device) {
+               int device, bool use_fabric) {
   BufferOptions options;
   options.num_nvl_bytes = num_nvl_bytes;
   options.num_rdma_bytes = num_rdma_bytes;
@@ -52,6 +52,7 @@ void construct(BufferObject* self, int rank, int size, const nb::object& all_gat
   options.timeout_seconds = timeout_seconds;
   options.interrupt_check = check_signals;
   options.device = device;
+  options.use_fabric = use_fabric;
   if (device != kCpuDevice) options.current_stream = [device] { return current_stream(device); };
 
   auto gather = std::make_shared<Gather>(Gather{all_gather});
@@ -168,11 +169,11 @@ nb::class_<BufferObject> register_buffer(nb::module_& m) {
   nb::class_<BufferObject> cls(m, "Buffer", "One rank's end of the exchange; deep_moe.Buffer wraps it.");
   cls.def("__init__", construct, nb::arg("rank"), nb::arg("size"), nb::arg("all_gather"), nb::arg("num_nvl_bytes"),
           nb::arg("num_rdma_bytes"), nb::arg("low_latency_mode"), nb::arg("enable_shrink"), nb::arg("timeout_seconds"),
-          nb::arg("device"),
+          nb::arg("device"), nb::arg("use_fabric"),
           nb::sig("def __init__(self, rank: int, size: int, all_gather: "
                   "collections.abc.Callable[[bytes], collections.abc.Sequence[bytes]], num_nvl_bytes: int, "
                   "num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float, "
-                  "device: int) -> None"),
+                  "device: int, use_fabric: bool) -> None"),
           "Collective. all_gather is called a few times and only in here. device: a CUDA ordinal, or -1 for the CPU.");
   cls.def_prop_ro("rank", [](const BufferObject& self) { return self.buffer().rank(); });
   cls.def_prop_ro("num_ranks", [](const BufferObject& self) { return self.buffer().num_ranks(); });
@@ -190,6 +191,9 @@ nb::class_<BufferObject> register_buffer(nb::module_& m) {
           nb::arg("use_rdma_buffer"),
           nb::sig("def local_buffer(self, offset: int, num_bytes: int, use_rdma_buffer: bool) -> torch.Tensor"),
           "[num_bytes] uint8 of scratch memory that no call uses.");
+  cls.def_prop_ro(
+      "memory_kind", [](BufferObject& self) { return self.run([](Buffer& buffer) { return buffer.memory_kind(); }); },
+      nb::sig("def memory_kind(self) -> str"), "How ranks share memory: memfd, fd, fabric or ipc.");
   cls.def("memory_stats", memory_stats, nb::sig("def memory_stats(self) -> dict[str, int]"),
           "Bytes and blocks of the heap.");
   cls.def("refuse", refuse, nb::arg("call"), nb::arg("reason"),

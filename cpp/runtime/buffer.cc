@@ -73,6 +73,7 @@ Tensor Buffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, bool us
   return impl_->local_buffer(offset, num_bytes, use_rdma_buffer);
 }
 MemoryStats Buffer::memory_stats() const { return impl_->memory_stats(); }
+std::string Buffer::memory_kind() const { return impl_->memory_kind(); }
 void Buffer::refuse(const std::string& call, const std::string& reason) { impl_->refuse(call, reason); }
 void* Buffer::comm_stream() const { return impl_->comm_stream(); }
 void Buffer::record_stream(const TensorView& tensor, void* stream) { impl_->record_stream(tensor, stream); }

@@ -35,6 +35,7 @@ struct Buffer::Impl {
   virtual Tensor empty(DType dtype, const std::vector<std::int64_t>& shape) = 0;
   virtual Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer) = 0;
   virtual MemoryStats memory_stats() = 0;
+  virtual std::string memory_kind() = 0;
   virtual void refuse(const std::string& call, const std::string& reason) = 0;
   virtual void* comm_stream() const { return nullptr; }
   virtual void record_stream(const TensorView&, void*) {}

@@ -82,7 +82,7 @@ def build_info() -> dict[str, Any]:
 class Buffer:
     """One rank's end of the exchange; deep_moe.Buffer wraps it."""
 
-    def __init__(self, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]], num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float, device: int) -> None:
+    def __init__(self, rank: int, size: int, all_gather: Callable[[bytes], Sequence[bytes]], num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool, enable_shrink: bool, timeout_seconds: float, device: int, use_fabric: bool) -> None:
         """
         Collective. all_gather is called a few times and only in here. device: a CUDA ordinal, or -1 for the CPU.
         """
@@ -107,6 +107,10 @@ class Buffer:
 
     def local_buffer(self, offset: int, num_bytes: int, use_rdma_buffer: bool) -> torch.Tensor:
         """[num_bytes] uint8 of scratch memory that no call uses."""
+
+    @property
+    def memory_kind(self) -> str:
+        """How ranks share memory: memfd, fd, fabric or ipc."""
 
     def memory_stats(self) -> dict[str, int]:
         """Bytes and blocks of the heap."""

@@ -124,6 +124,7 @@ class BufferBase:
             self.enable_shrink,
             deadline,
             self.device.index if self.device.type == "cuda" else -1,
+            bool(use_fabric or allow_mnnvl),
         )
         self._comm_stream: torch.cuda.ExternalStream | None = None
         if self.device.type == "cuda":

@@ -52,7 +52,8 @@ class Buffer(LowLatencyCalls):
         num_rdma_bytes: bytes of low-latency staging at the start.
         low_latency_mode: prepare for low-latency calls, which work either way.
         num_qps_per_rank: queue pairs of the network.
-        allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: kept for compatibility.
+        allow_nvlink_for_low_latency_mode: kept for compatibility.
+        allow_mnnvl, use_fabric: GPUs share memory by fabric handles where the machine has a fabric.
         explicitly_destroy: kept for compatibility; :meth:`destroy` may always be called and never must.
         enable_shrink: low-latency calls mask a rank that does not answer in time, instead of failing.
         comm: an mpi4py communicator, or one of :func:`deep_moe.thread_comms`.

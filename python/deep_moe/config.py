@@ -73,14 +73,10 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
     if found.type != "cuda":
         raise ValueError(wrong)
     if not has_transport:
-        why = "this build of deep_moe has no CUDA transport"
-        other = "install a build for CUDA (deep-moe-cu12 or deep-moe-cu13)"
-        if build_info()["cuda_compiled"]:
-            why = "Buffers on GPUs are not finished in this version of deep_moe"
-            other = (
-                "install a later version (DEEP_MOE_CUDA_PREVIEW=1 allows them for work on deep_moe itself)"
-            )
-        raise UnavailableError(f'device={str(found)!r}: {why}; use device="cpu", or {other}')
+        raise UnavailableError(
+            f"device={str(found)!r}: this build of deep_moe has no CUDA part; use "
+            'device="cpu", or install a build for CUDA (deep-moe-cu12 or deep-moe-cu13)'
+        )
     if not torch.cuda.is_available():
         raise UnavailableError(
             f"device={str(found)!r}: torch sees no CUDA device here (torch.cuda.is_available()); use "

@@ -1,4 +1,4 @@
-// The Buffer on a GPU (unfinished: these run only with DEEP_MOE_CUDA_PREVIEW=1) against the same scalar model as on the
+// The Buffer on a GPU against the same scalar model as on the
 // CPU: ranks are threads of this process that share one GPU.
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
@@ -12,13 +12,6 @@ using namespace deep_moe;
 using namespace deep_moe::test;
 
 namespace {
-
-bool no_preview() {
-  if (no_gpu()) return true;
-  if (cuda_transport_compiled()) return false;
-  std::fprintf(stderr, "tests of the GPU Buffer are skipped: DEEP_MOE_CUDA_PREVIEW is not 1\n");
-  return true;
-}
 
 // A rank's own stream. Copies from and to pageable memory hold the driver while they wait for the work before them,
 // which may be a kernel that waits for a rank that is about to launch: so the stream is waited for first.
@@ -79,7 +72,7 @@ const Shape kShapes[] = {
 }  // namespace
 
 TEST_CASE("GPU Buffer: dispatch and combine equal the scalar model") {
-  if (no_preview()) return;
+  if (no_gpu()) return;
   for (const Shape& shape : kShapes) {
     CAPTURE(shape.num_ranks);
     on_ranks(shape.num_ranks, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
@@ -89,7 +82,7 @@ TEST_CASE("GPU Buffer: dispatch and combine equal the scalar model") {
 }
 
 TEST_CASE("GPU Buffer: the heap grows from nothing") {
-  if (no_preview()) return;
+  if (no_gpu()) return;
   const Shape shape{2, {}, 1024, 24, 4};
   on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
     round_trips(bootstrap, shape, 10, 900, streams.options(0, 20), streams.memory());
@@ -97,7 +90,7 @@ TEST_CASE("GPU Buffer: the heap grows from nothing") {
 }
 
 TEST_CASE("GPU Buffer: many calls, memory is reused") {
-  if (no_preview()) return;
+  if (no_gpu()) return;
   const Shape shape{2, {64, 80}, 256, 16, 4};
   on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
     BufferOptions options = streams.options(64 << 20, 20);
@@ -108,7 +101,7 @@ TEST_CASE("GPU Buffer: many calls, memory is reused") {
 }
 
 TEST_CASE("GPU Buffer: a rank that leaves is noticed long before the deadline") {
-  if (no_preview()) return;
+  if (no_gpu()) return;
   const Shape shape{2, {24, 24}, 256, 16, 4};
   on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
     Buffer buffer(bootstrap, streams.options(64 << 20, 60));
@@ -131,7 +124,7 @@ TEST_CASE("GPU Buffer: a rank that leaves is noticed long before the deadline") 
 }
 
 TEST_CASE("GPU Buffer: refusals, different calls and a silent rank are named") {
-  if (no_preview()) return;
+  if (no_gpu()) return;
   const Shape shape{2, {24, 24}, 256, 16, 4};
   on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
     Buffer buffer(bootstrap, streams.options(64 << 20, 3));

@@ -26,7 +26,9 @@ struct BufferOptions {
   bool enable_shrink = false;      // low latency: mask a rank that does not answer instead of failing
   double timeout_seconds = 100.0;  // deadline of every wait
   int device = kCpuDevice;         // or the ordinal of a CUDA device: tensors of all calls are on it
-  // GPUs: the calling thread's current stream of the device (a cudaStream_t). Empty: the legacy default stream.
+  bool use_fabric = false;         // GPUs: share memory by fabric handles where the machine has a fabric
+  // GPUs: the calling thread's current stream of the device (a cudaStream_t). Empty: the legacy default stream. Streams
+  // that have used what a Buffer hands out have to outlive it and the Buffer.
   std::function<void*()> current_stream;
   // Called about every 50 ms of a wait, without locks that user code could need; may throw to give up the call.
   std::function<void()> interrupt_check;
@@ -202,6 +204,8 @@ class Buffer {
   // Scratch memory of this rank that no call uses: [num_bytes] at `offset`, of the heap or of the low-latency kind.
   Tensor local_buffer(std::int64_t offset, std::int64_t num_bytes, bool use_rdma_buffer);
   MemoryStats memory_stats() const;
+  // How ranks share memory: "memfd" on the CPU, "fd", "fabric" or "ipc" on GPUs.
+  std::string memory_kind() const;
 
   // A refusal found before the arguments reached this class (say, in a binding): consumes this call's epoch and tells
   // the peers, exactly as a refusal inside does. Does not throw for the refusal itself.
@@ -221,8 +225,7 @@ class Buffer {
   std::shared_ptr<Impl> impl_;
 };
 
-// True where this build has Buffers on GPUs. In this version they are unfinished, and there only with
-// DEEP_MOE_CUDA_PREVIEW=1.
+// True where this build has Buffers on GPUs.
 bool cuda_transport_compiled();
 
 // SIMD level chosen at run time: "avx512", "avx2", "generic".
