@@ -185,7 +185,7 @@ def print_report(
 
 
 def shown_rows(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows of table and chart: all but those of copies, which appear as the others' limit."""
+    """Returns the rows of a table: all but those of copies, which appear as the others' limit."""
     return [row for row in rows if row.kind not in ("memcpy", "copy")]
 
 
@@ -254,7 +254,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_plot(path: Path, options: BenchOptions, rows: Sequence[Row]) -> None:
-    """Draws the steps as bars, with the time of memcpy for the same bytes as a mark on each."""
+    """Draws the steps as bars, with the time of the plain copy of the same bytes as a mark on each."""
     import matplotlib
 
     matplotlib.use("Agg")

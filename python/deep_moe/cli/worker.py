@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -151,6 +152,7 @@ def run_as_process(run: Callable[[int, str, Path, Emit], dict[str, Any]]) -> Non
     """Runs one process: ``argv`` holds its number, the options as JSON and the run's folder."""
     index, options_json, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     emit = event_channel()
+    faulthandler.enable()
     die_with_parent()
     try:
         emit({"result": run(index, options_json, folder, emit)})
