@@ -171,7 +171,8 @@ def print_gpu_report(
     from rich.markup import escape
 
     print_checks(console, checks)
-    console.print(_calls_table(options, results.rows))
+    console.print(escape(describe_gpu_run(options)), soft_wrap=True)
+    console.print(_calls_table(results.rows))
     console.print(escape(describe_limit(options)), soft_wrap=True)
     for entry in results.overlap:
         console.print(escape(describe_overlap(entry)), soft_wrap=True)
@@ -179,12 +180,12 @@ def print_gpu_report(
         console.print(_costs_table(results.host_cost))
 
 
-def _calls_table(options: BenchOptions, rows: Sequence[Row]) -> Any:
+def _calls_table(rows: Sequence[Row]) -> Any:
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(describe_gpu_run(options)), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for column in ("rows, SMs a rank", "call", "driven by"):
         table.add_column(column, no_wrap=True)
     for column in ("us", "copy us", "over copy", "of copy limit", "link GB/s", "GB/s", "host us"):
@@ -242,10 +243,10 @@ def _costs_table(entries: Sequence[dict[str, Any]]) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(title="wall time of small pairs", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("call", "driven by"):
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("small pairs", "driven by"):
         table.add_column(column, no_wrap=True)
-    for column in ("ranks", "tokens", "us"):
+    for column in ("ranks", "tokens", "wall us"):
         table.add_column(column, justify="right", no_wrap=True)
     for entry in entries:
         table.add_row(

@@ -189,6 +189,11 @@ def shown_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.kind not in ("memcpy", "copy")]
 
 
+def drawn_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of a chart: those of a table that are times."""
+    return [row for row in shown_rows(rows) if row.kind != "difference"]
+
+
 def table_cells(row: Row) -> list[str]:
     """Returns the texts of one line of the table."""
     return [
@@ -261,7 +266,7 @@ def write_plot(path: Path, options: BenchOptions, rows: Sequence[Row]) -> None:
     from matplotlib import pyplot
 
     parts = [
-        [row for row in shown_rows(rows) if row.name.startswith("LL") == is_ll] for is_ll in (False, True)
+        [row for row in drawn_rows(rows) if row.name.startswith("LL") == is_ll] for is_ll in (False, True)
     ]
     parts = [part[::-1] for part in parts if part]
     figure, panels = pyplot.subplots(
@@ -296,6 +301,8 @@ def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
         axes.scatter(
             times, heights, marker="|", s=160, color="black", zorder=3, label="plain copy of the same bytes"
         )
-    axes.set_yticks(places, [f"{row.name}: {row.step}" for row in rows], fontsize=8)
+    axes.set_yticks(
+        places, [" ".join(filter(None, (f"{row.name}: {row.step}", row.driver))) for row in rows], fontsize=8
+    )
     axes.margins(x=0.1)
     axes.set_xlabel("us (median over the iterations, until the last rank is ready)", fontsize=8)
