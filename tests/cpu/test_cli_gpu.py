@@ -121,11 +121,12 @@ def test_the_worker_gets_the_environment(tmp_path: Path) -> None:
     )
     sys.path.insert(0, str(tmp_path))
     try:
-        results, _ = run_ranks(1, "{}", 60.0, lambda *_: None, module.stem, gpu_environment())
+        results, _ = run_ranks(1, "{}", 60.0, lambda *_: None, module.stem, gpu_environment(OPTIONS))
     finally:
         sys.path.remove(str(tmp_path))
-    assert results == [gpu_environment()]
+    assert results == [gpu_environment(OPTIONS)]
     assert os.environ.get("CUDA_MODULE_LOADING") is None
+    assert gpu_environment(complete_gpu_options(OPTIONS, 2)) == {}
 
 
 # ---- reports ----
@@ -162,6 +163,8 @@ def of_ranks() -> list[dict[str, Any]]:
             "lines": [
                 *copies("bf16", 8, "dispatch", 100.0),
                 *copies("bf16", 8, "combine", 80.0),
+                *[copy | {"driver": "graph"} for copy in copies("bf16", 8, "dispatch", 98.0)],
+                *[copy | {"driver": "graph"} for copy in copies("bf16", 8, "combine", 79.0)],
                 line(DISPATCH, "bf16", 8, dispatch),
                 line(DISPATCH_V1, "bf16", 8, [130.0] * 3),
                 line(COMBINE, "bf16", 8, [90.0] * 3),
@@ -171,7 +174,10 @@ def of_ranks() -> list[dict[str, Any]]:
                 line(PAIR, "fp8", 8, [150.0] * 3),
                 line(DISPATCH, "bf16", 16, [70.0] * 3, "Python"),
             ],
-            "checks": [{"name": "pair", "error": 0.0, "tolerance": 2e-2, "passed": True}],
+            "checks": [
+                {"name": f"pair {sms} SMs, as timed", "error": sms / 1e4, "tolerance": 2e-2, "passed": True}
+                for sms in (8, 16)
+            ],
             "overlap": [],
             "host_cost": [cost("C++", 2, dispatch)],
         }
@@ -207,6 +213,7 @@ def test_a_row_is_the_slowest_ranks_and_has_its_copy() -> None:
     assert dispatch.issue_us == 62.0
     assert rows["bf16, 8 SMs", DIFFERENCE, "C++"].us == 6.0
     assert rows["bf16, 8 SMs", "pair", "C++"].copy_us == 180.0
+    assert rows["bf16, 8 SMs", "pair", "graph"].copy_us == 177.0
     # Combine sums rows of the run's own type, also behind a dispatch of fp8.
     assert rows["fp8, 8 SMs", "pair", "C++"].copy_us == 140.0
     # No copy was timed with so many SMs.
@@ -224,7 +231,7 @@ def test_gpu_summary() -> None:
         "pair_us": 210.0,
         "pair_over_copy_us": 30.0,
         "graph_pair_us": 200.0,
-        "graph_pair_over_copy_us": 20.0,
+        "graph_pair_over_copy_us": 23.0,
     }
     [overlap] = summary["overlap"]
     assert overlap["slower_percent"] == pytest.approx(3.0)
@@ -241,7 +248,7 @@ def test_gpu_report_is_printed() -> None:
     results, out = assemble_gpu(of_ranks(), OPTIONS), io.StringIO()
     print_gpu_report(Console(file=out, width=160), OPTIONS, results, assemble_checks(of_ranks()))
     text = out.getvalue()
-    assert "ok  pair: max error" in text
+    assert "ok  timed pairs, 2 checks: max error 1.60e-03 (allowed 2e-02)" in text
     assert "2 cuda ranks, 4096 tokens each" in text and "threads of one process on one GPU" in text
     lines = [entry.split() for entry in text.splitlines()]
     wanted = "bf16, 8 SMs dispatch C++ 124.0 100.0 +24.0 81% 32.3 64.5 62.0"
@@ -258,6 +265,16 @@ def test_an_overlap_that_does_not_cover_is_not_passed_off_as_one() -> None:
     results[0]["overlap"][0]["covered"] = False
     [entry] = assemble_gpu(results, OPTIONS).overlap
     assert "NOT COVERED" in describe_overlap(entry)
+
+
+def test_a_timed_pair_that_is_wrong_is_named() -> None:
+    both, out = of_ranks(), io.StringIO()
+    both[1]["checks"][0] |= {"error": 0.5, "passed": False}
+    print_gpu_report(
+        Console(file=out, width=160), OPTIONS, assemble_gpu(both, OPTIONS), assemble_checks(both)
+    )
+    assert "FAILED  pair 8 SMs, as timed: max error 5.00e-01" in out.getvalue()
+    assert "ok  timed pairs, 1 checks" in out.getvalue()
 
 
 def test_gpu_json_and_chart(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def run_bench(options: BenchOptions, json_path: Path | None, plot_path: Path | N
                 options.timeout,
                 progress.on_event,
                 GPU_WORKER,
-                gpu_environment(),
+                gpu_environment(options),
             )
             results = [rank for part in parts for rank in part["ranks"]]
         else:

@@ -14,6 +14,7 @@ from .exchange_jobs import payload_bytes, through_fp8
 from .experts import ExpertBank, cast_fp8, local_experts, ranks_of_tokens, relative_error, uncast_fp8
 from .gpu_calls import CppCalls, Driver, NcclCalls, PythonCalls
 from .gpu_plan import (
+    AS_TIMED,
     BY_NCCL,
     CALLS_A_CHAIN,
     COPY_SHAPES,
@@ -137,7 +138,7 @@ class ExchangeJob:
         world.at_rest()
         self.lines.append(line)
         if options.check and kind != "copy" and call.limit == "pair" and self.payload != "fp8":
-            name = f"{call.name}, {self.payload}, {num_sms} SMs, {driver.name}, as timed"
+            name = f"{call.name}, {self.payload}, {num_sms} SMs, {driver.name}{AS_TIMED}"
             self.checks.append(self._check(name, driver.combined(), expected_echo(self._inputs, options)))
         world.at_rest()
 
@@ -146,9 +147,7 @@ class ExchangeJob:
         return Check(name, error, TOLERANCE[self._options.dtype])
 
     def time_all(self, nccl: Any) -> None:
-        """All lines: for each number of SMs the plain copies, then the calls; then those of Python and
-        NCCL.
-        """
+        """All lines: for each number of SMs the copies and the calls; then those of Python and NCCL."""
         options, cpp = self._options, CppCalls(self._rank)
         calls = calls_of(self.payload, options)
         for num_sms in options.num_sms:
@@ -156,8 +155,9 @@ class ExchangeJob:
                 if step == "combine" and self.payload == "fp8":
                     continue
                 copy = Call(f"plain copy for {step}", (f"copy_for_{step}",), step)
-                for shape in shapes:
-                    self.time(copy, num_sms, CppCalls(self._rank, copy=shape), "copy")
+                for repeats in (0, GRAPH_REPEATS) if options.graph else (0,):
+                    for shape in shapes:
+                        self.time(copy, num_sms, CppCalls(self._rank, repeats, shape), "copy")
             for call in calls:
                 self.time(call, num_sms, cpp)
             if options.graph:

@@ -11,6 +11,7 @@ DEFAULT_SMS = 20  # Buffer.num_sms
 CALLS_A_CHAIN = 10
 GRAPH_REPEATS = 10  # chains in one CUDA graph
 OVERLAP_SMS = 16
+AS_TIMED = ", as timed"  # ends the names of checks of what was timed
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ def complete_gpu_options(options: BenchOptions, gpus: int) -> BenchOptions:
     return replace(options, processes=processes, num_sms=options.num_sms or (DEFAULT_SMS,))
 
 
-def gpu_environment() -> dict[str, str]:
+def gpu_environment(options: BenchOptions) -> dict[str, str]:
     """What must be set before CUDA starts in a process whose ranks are threads.
 
     Code that is loaded when first used may wait for a kernel that waits for a rank that is loading it; and
-    streams that share a hardware queue wait for each other.
+    streams that share a hardware queue wait for each other. Ranks with a GPU of their own know neither.
     """
+    if options.processes > 1:
+        return {}
     return {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}

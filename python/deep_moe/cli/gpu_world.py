@@ -57,7 +57,8 @@ class World:
                 shared.append(tensor)
                 continue
             peer = make(*arguments)
-            torch.empty_like(peer[:16], device=self.device).copy_(peer[:16])  # enables peer access
+            first = peer.view(-1)[:1]
+            torch.empty_like(first, device=self.device).copy_(first)  # makes torch enable peer access
             shared.append(peer)
         torch.cuda.synchronize()
         return shared
