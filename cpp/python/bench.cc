@@ -81,6 +81,7 @@ class BenchRank {
     return nb::make_tuple(times.device_us, times.issue_us, times.wall_us);
   }
 
+  bool can_copy() const { return rank_.can_copy(); }
   nb::object received() const { return to_torch(rank_.received()); }
   nb::object combined() const { return to_torch(rank_.combined()); }
 
@@ -113,6 +114,8 @@ void register_bench(nb::module_& m) {
   cls.def("run", &BenchRank::run, nb::arg("count"), nb::sig("def run(self, count: int) -> tuple[float, float, float]"),
           "Runs the chain once, then `count` times; microseconds a chain by events on the current stream, until the\n"
           "last call has returned, and until the stream is idle.");
+  cls.def("can_copy", &BenchRank::can_copy,
+          "Whether this GPU has the copy engine that plain copies use; known after set_inputs.");
   cls.def("received", &BenchRank::received, nb::sig("def received(self) -> torch.Tensor | None"),
           "Rows of the last dispatch.");
   cls.def("combined", &BenchRank::combined, nb::sig("def combined(self) -> torch.Tensor | None"),

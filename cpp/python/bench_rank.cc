@@ -100,7 +100,7 @@ struct Rank::State {
   Tensor tickets;  // of plain copies
   Chain chain;
   std::optional<Graph> graph;
-  bool kernels_ready = false;
+  std::optional<bool> can_copy;  // known once the kernels are loaded
 
   std::int64_t num_tokens() const { return inputs.x.data.shape[0]; }
 
@@ -159,6 +159,7 @@ struct Rank::State {
 
   void copy(const Buffer& buffer, bool for_combine, cudaStream_t stream) {
     if (inputs.landing.empty()) throw ArgumentError("landing: none was given; plain copies need it");
+    if (!can_copy.value_or(false)) throw UnavailableError("plain copies: they need the copy engine (sm_90 or later)");
     const TensorView& x = inputs.x.data;
     CopyBound args;
     args.num_tokens = num_tokens();
@@ -213,8 +214,7 @@ void Rank::set_inputs(Buffer& buffer, const Inputs& inputs, void* stream) {
   const OnDevice on(buffer.options().device);
   State& state = *state_;
   state.graph.reset();
-  if (!state.kernels_ready) prepare_copy_bound();
-  state.kernels_ready = true;
+  if (!state.can_copy) state.can_copy = prepare_copy_bound();
   const int num_ranks = buffer.num_ranks();
   if (!inputs.landing.empty() && (static_cast<int>(inputs.landing.size()) != num_ranks || num_ranks > kMaxCopyRanks))
     throw ArgumentError("landing: got " + std::to_string(inputs.landing.size()) +
@@ -283,6 +283,7 @@ Times Rank::run(Buffer& buffer, int count, void* stream) {
   return {begin.micros_until(end) / chains, micros(issued - start) / chains, micros(idle - start) / chains};
 }
 
+bool Rank::can_copy() const { return state_->can_copy.value_or(false); }
 Tensor Rank::received() const { return state_->last.rows; }
 Tensor Rank::combined() const { return state_->combined; }
 

@@ -71,6 +71,8 @@ class Rank {
   // that many graphs. Waits for the end.
   Times run(Buffer& buffer, int count, void* stream);
 
+  // Whether the plain copies work on this GPU; known after set_inputs().
+  bool can_copy() const;
   // What the last dispatch and the last combine have given; undefined if there was none.
   Tensor received() const;
   Tensor combined() const;

@@ -16,6 +16,7 @@ Rank::~Rank() = default;
 void Rank::set_inputs(Buffer&, const Inputs&, void*) { unavailable(); }
 void Rank::prepare(Buffer&, const Chain&, void*) { unavailable(); }
 Times Rank::run(Buffer&, int, void*) { unavailable(); }
+bool Rank::can_copy() const { unavailable(); }
 Tensor Rank::received() const { unavailable(); }
 Tensor Rank::combined() const { unavailable(); }
 void hold(int, int, int, std::int64_t, void*) { unavailable(); }

@@ -189,6 +189,11 @@ class BenchRank:
         last call has returned, and until the stream is idle.
         """
 
+    def can_copy(self) -> bool:
+        """
+        Whether this GPU has the copy engine that plain copies use; known after set_inputs.
+        """
+
     def received(self) -> torch.Tensor | None:
         """Rows of the last dispatch."""
 

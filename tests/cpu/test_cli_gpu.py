@@ -260,6 +260,16 @@ def test_gpu_report_is_printed() -> None:
     assert ["pair", "Python", "1", "1", "55.0"] in lines
 
 
+def test_gpus_without_a_copy_engine_have_no_limit() -> None:
+    both, out = of_ranks(), io.StringIO()
+    for rank in both:
+        rank["lines"] = [entry for entry in rank["lines"] if entry["kind"] != "copy"]
+    results = assemble_gpu(both, OPTIONS)
+    assert all(row.copy_us is None and row.share is None for row in results.rows)
+    print_gpu_report(Console(file=out, width=160), OPTIONS, results, [])
+    assert "no copy limit" in out.getvalue()
+
+
 def test_an_overlap_that_does_not_cover_is_not_passed_off_as_one() -> None:
     results = of_ranks()
     results[0]["overlap"][0]["covered"] = False
@@ -303,3 +313,23 @@ def test_a_plan_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     options = bench_command.plan({"num_sms": "8,12", "overlap": True, "compare": "nccl"})
     assert (options.ranks, options.processes, options.num_sms) == (4, 4, (8, 12))
     assert options.overlap and not options.graph and options.compare == "nccl"
+
+
+def test_tables_in_markdown(tmp_path: Path) -> None:
+    """As docs/performance.md has them."""
+    results = assemble_gpu(of_ranks(), OPTIONS)
+    document = to_document(OPTIONS, results.rows, [], {}, summarise_gpu(results))
+    write_json(tmp_path / "out.json", document)
+    command = [sys.executable, "-m", "deep_moe.cli.tables", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    for entry in (
+        "| SMs a rank | 8 | 16 |",
+        "| dispatch, bf16 | 124.0 (+24.0, 81%) |  |",
+        f"| {DIFFERENCE}, bf16 | +6.0 |  |",
+        "| in a graph: pair, bf16 | 200.0 (+23.0, 88%) |  |",
+        "| from Python: dispatch, bf16 |  | 70.0 |",
+        "| plain copy for dispatch, bf16 | 100.0 (in graphs 98.0) |  |",
+        "| 1 | 90 | 100 | 103 | 3.0 % |",
+        "| pair | Python | 1 | 1 | 55.0 |",
+    ):
+        assert entry in done.stdout.splitlines()

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include <deep_moe/error.hpp>
@@ -160,15 +161,20 @@ void check(bool ok, const char* name, std::int64_t value, const char* allowed) {
 
 }  // namespace
 
-void prepare_copy_bound() {
+bool prepare_copy_bound() {
   int device = 0, most = 0;
+  bool has_copy_engine = true;
   kernels::check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   kernels::check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                       "cudaDeviceGetAttribute");
   for (const auto kernel : {copy_bound_kernel<3>, copy_bound_kernel<4>}) {
     kernels::check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                         "setting the plain copy's shared memory");
+    cudaFuncAttributes attributes;
+    kernels::check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading the plain copy");
+    has_copy_engine = has_copy_engine && std::min(attributes.ptxVersion, attributes.binaryVersion) >= 90;
   }
+  return has_copy_engine;
 }
 
 void launch_copy_bound(const CopyBound& args, const CopyShape& shape, kernels::Stream stream) {

@@ -32,8 +32,9 @@ struct CopyShape {
   int num_sms = 1, num_warps = 12, num_stages = 4;  // stages: 3 or 4 chunks a warp
 };
 
-// Lets the kernels take the shared memory they may need; loads them. Call it once a device, before the first launch.
-void prepare_copy_bound();
+// Loads the kernels and lets them take the shared memory they may need. Call it once a device, before the first launch.
+// False: what this build has for the current device knows no copy engine, and the kernels do nothing there.
+bool prepare_copy_bound();
 void launch_copy_bound(const CopyBound& args, const CopyShape& shape, kernels::Stream stream);
 
 }  // namespace deep_moe::bench

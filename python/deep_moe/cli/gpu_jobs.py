@@ -152,7 +152,7 @@ class ExchangeJob:
         calls = calls_of(self.payload, options)
         for num_sms in options.num_sms:
             for step, shapes in COPY_SHAPES.items():
-                if step == "combine" and self.payload == "fp8":
+                if not self._rank.can_copy() or (step == "combine" and self.payload == "fp8"):
                     continue
                 copy = Call(f"plain copy for {step}", (f"copy_for_{step}",), step)
                 for repeats in (0, GRAPH_REPEATS) if options.graph else (0,):

@@ -53,10 +53,8 @@ FROM_PYTHON = (DISPATCH, DISPATCH_BY_HANDLE, COMBINE, PAIR, PAIR_BY_HANDLE)
 BY_NCCL = (DISPATCH, PAIR)
 
 COPY_SHAPES = {
-    "dispatch": [CopyShape(warps, 4, tickets) for warps in (6, 12) for tickets in (False, True)],
-    "combine": [
-        CopyShape(warps, stages, tickets) for warps, stages in ((16, 3), (12, 4)) for tickets in (False, True)
-    ],
+    step: [CopyShape(warps, stages, tickets) for warps, stages in shapes for tickets in (False, True)]
+    for step, shapes in (("dispatch", ((6, 4), (12, 4), (16, 3))), ("combine", ((16, 3), (12, 4))))
 }
 
 
