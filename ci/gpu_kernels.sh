@@ -18,7 +18,7 @@ flags=(-std=c++20 -O3 -lineinfo -arch="$arch" -Icpp -Icpp/include -Itests/cpp -W
 [ -z "$include" ] || flags+=(-isystem "$include")
 say "building for $arch"
 pids=()
-for source in cpp/kernels/intranode/*.cu tests/cpp/gpu_{notify,dispatch,combine,notify_timing,rows_timing}_test.cu \
+for source in cpp/kernels/{intranode,bench}/*.cu tests/cpp/gpu_{notify,dispatch,combine,notify_timing,rows_timing}_test.cu \
   tests/cpp/main.cc; do
   nvcc "${flags[@]}" -c "$source" -o "$out/$(basename "$source").o" &
   pids+=($!)

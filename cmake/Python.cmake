@@ -18,9 +18,16 @@ set(nanobind_ROOT "${nanobind_dir}")
 find_package(nanobind CONFIG REQUIRED)
 
 file(GLOB python_sources CONFIGURE_DEPENDS cpp/python/*.cc)
+if(DEEP_MOE_WITH_CUDA)
+  list(FILTER python_sources EXCLUDE REGEX "_no_cuda\\.cc$")
+else()
+  list(FILTER python_sources EXCLUDE REGEX "/bench_rank\\.cc$")
+endif()
 nanobind_add_module(_C STABLE_ABI NB_STATIC NOMINSIZE NB_SUPPRESS_WARNINGS NB_DOMAIN deep_moe ${python_sources})
 target_link_libraries(_C PRIVATE deep_moe::deep_moe deep_moe::layout deep_moe_own_flags)
-if(DEEP_MOE_WITH_CUDA) # what deep_moe._C.build_info() tells
+if(DEEP_MOE_WITH_CUDA)
+  target_include_directories(_C SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  # What deep_moe._C.build_info() tells.
   string(REPLACE "-real" "" architectures "${DEEP_MOE_CUDA_ARCHITECTURES}")
   list(JOIN architectures "," architectures)
   string(REGEX MATCH "^[0-9]+" cuda_major "${CMAKE_CUDA_COMPILER_VERSION}")

@@ -12,6 +12,7 @@ void register_interrupts(nanobind::module_& m);
 void register_tensors(nanobind::module_& m);
 void register_config(nanobind::module_& m);
 void register_build_info(nanobind::module_& m);
+void register_bench(nanobind::module_& m);
 
 nanobind::class_<BufferObject> register_buffer(nanobind::module_& m);
 void register_high_throughput(nanobind::class_<BufferObject>& cls);

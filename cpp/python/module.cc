@@ -16,4 +16,5 @@ NB_MODULE(_C, m) {
   auto buffer = python::register_buffer(m);
   python::register_high_throughput(buffer);
   python::register_low_latency(m, buffer);
+  python::register_bench(m);
 }

@@ -168,3 +168,43 @@ class Hook:
     """
 
     def __call__(self) -> None: ...
+
+class BenchRank:
+    """
+    One rank of a timing, driven from C++: chains of calls on a Buffer of a GPU, and plain copies of
+    the same rows. For `deep-moe bench`; cpp/python/bench_rank.hpp says what each step is.
+    """
+
+    def __init__(self, buffer: Buffer) -> None: ...
+
+    def set_inputs(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, ordinary: torch.Tensor, landing: Sequence[int]) -> None:
+        """
+        Collective: one dispatch. Keeps the tensors; landing: addresses of R places for plain copies, or none.
+        """
+
+    def prepare(self, steps: Sequence[str], num_sms: int, graph_repeats: int, copy_warps: int, copy_stages: int, copy_tickets: bool) -> None:
+        """
+        Gets a chain ready. Local; no kernel that waits for a peer may be running on any rank.
+        """
+
+    def run(self, count: int) -> tuple[float, float, float]:
+        """
+        Runs the chain once, then `count` times; microseconds a chain by events on the current stream, until the
+        last call has returned, and until the stream is idle.
+        """
+
+    def can_copy(self) -> bool:
+        """
+        Whether this GPU has the copy engine that plain copies use; known after set_inputs.
+        """
+
+    def received(self) -> torch.Tensor | None:
+        """Rows of the last dispatch."""
+
+    def combined(self) -> torch.Tensor | None:
+        """Rows of the last combine."""
+
+def bench_hold(device: int, num_sms: int, num_ranks: int, nanoseconds: int, stream: int) -> None:
+    """
+    Holds multiprocessors with the blocks, threads and shared memory of a dispatch, without using them.
+    """

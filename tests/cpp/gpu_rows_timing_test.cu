@@ -4,11 +4,12 @@
 
 #include <tuple>
 
-#include "gpu_copy_bound.cuh"
 #include "gpu_rows.cuh"
+#include "kernels/bench/copy_bound.hpp"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
+using deep_moe::bench::CopyBound;
 
 namespace {
 
@@ -77,36 +78,15 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
   return slowest;
 }
 
-template <int kStages, int kLoads>
-void launch_copy(const CopyBound& args, int num_sms, int num_warps, cudaStream_t stream) {
-  const int shared = num_warps * kStages * (args.chunk_bytes + 8);
-  cuda(cudaFuncSetAttribute(copy_bound_kernel<kStages, kLoads>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  copy_bound_kernel<kStages, kLoads><<<num_sms, 32 * num_warps, shared, stream>>>(args);
-  cuda(cudaGetLastError());
-}
-
-template <int kStages>
-void launch_copy(const CopyBound& args, int num_sms, int num_warps, cudaStream_t stream) {
-  switch (args.num_loads) {
-    case 1: return launch_copy<kStages, 1>(args, num_sms, num_warps, stream);
-    case 2: return launch_copy<kStages, 2>(args, num_sms, num_warps, stream);
-    default: return launch_copy<kStages, 0>(args, num_sms, num_warps, stream);
-  }
-}
-
 // The fastest of several shapes of the copy.
 double copy_time(World& world, int num_sms, const std::vector<std::pair<int, int>>& warps_and_stages,
                  const std::function<CopyBound(int)>& args) {
+  deep_moe::bench::prepare_copy_bound();
   double best = 1e9;
   for (const auto& [num_warps, num_stages] : warps_and_stages) {
-    const int warps = num_warps, stages = num_stages;
-    best = std::min(best, back_to_back(world, [&, warps, stages](int r) {
-                      cudaStream_t stream = world.rank(r).stream;
-                      if (stages == 3) {
-                        launch_copy<3>(args(r), num_sms, warps, stream);
-                      } else {
-                        launch_copy<4>(args(r), num_sms, warps, stream);
-                      }
+    const deep_moe::bench::CopyShape shape{num_sms, num_warps, num_stages};
+    best = std::min(best, back_to_back(world, [&](int r) {
+                      deep_moe::bench::launch_copy_bound(args(r), shape, world.rank(r).stream);
                     }));
   }
   return best;

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deep_moe.cli.chains import Check
+from deep_moe.cli.collectives import collective_combine, collective_dispatch
 from deep_moe.cli.experts import (
     ExpertBank,
     cast_fp8,
@@ -21,7 +22,6 @@ from deep_moe.cli.experts import (
     uncast_fp8,
 )
 from deep_moe.cli.gate import made_up_routes
-from deep_moe.cli.gloo import gloo_combine, gloo_dispatch
 from deep_moe.cli.inputs import Inputs, make_inputs
 from deep_moe.cli.jobs import expected_echo
 from deep_moe.cli.launch import run_ranks
@@ -144,12 +144,12 @@ def gloo_rank(rank: int, options_json: str, folder: Path) -> dict[str, float]:
     inputs = make_inputs(options, rank, CPU)
     mine = local_experts(rank, options.ranks, options.experts)
     bank = ExpertBank(mine, options.hidden, options.ffn, options.seed, CPU)
-    rows, handle = gloo_dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, options.experts)
+    rows, handle = collective_dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, options.experts)
     y = bank.weighted_rows(rows.x, rows.topk_idx, rows.topk_weights)
     dense = bank.dense(inputs.x, inputs.topk_idx, inputs.topk_weights, options.experts)
     errors = {
-        "layer": relative_error(gloo_combine(y, handle), dense),
-        "echo": relative_error(gloo_combine(rows.x, handle), expected_echo(inputs, options)),
+        "layer": relative_error(collective_combine(y, handle), dense),
+        "echo": relative_error(collective_combine(rows.x, handle), expected_echo(inputs, options)),
     }
     dist.destroy_process_group()
     return errors

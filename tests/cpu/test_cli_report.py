@@ -131,10 +131,11 @@ def test_table_shows_each_step_once_and_no_memcpy_rows() -> None:
 def test_json_holds_everything_and_is_strict(tmp_path: Path) -> None:
     both = results()
     both[0]["checks"][0] |= {"error": math.inf, "passed": False}
-    document = to_document(OPTIONS, assemble_rows(both), assemble_checks(both), {"date": "2030-01-01"})
+    rows = assemble_rows(both)
+    document = to_document(OPTIONS, rows, assemble_checks(both), {"date": "2030-01-01"}, summarise(rows))
     write_json(tmp_path / "out.json", document)
     read = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
-    assert read["date"] == "2030-01-01"
+    assert (read["schema"], read["date"]) == (2, "2030-01-01")
     assert read["parameters"]["tokens"] == 10
     assert read["checks"][0] == {"name": "HT bf16", "error": None, "tolerance": 2e-2, "passed": False}
     assert len(read["rows"]) == 16

@@ -45,12 +45,14 @@ def root(
 
 @app.command()
 def bench(
-    ranks: Annotated[Number, typer.Option(help="Rank processes [default: one a GPU, else 4].")] = None,
+    ranks: Annotated[
+        Number, typer.Option(help="Ranks [default: one a GPU, 2 on one GPU, 4 on the CPU].")
+    ] = None,
     device: Annotated[Text, typer.Option(help="auto, cpu or cuda.")] = None,
-    tokens: Annotated[Number, typer.Option(help="Tokens a rank [default: 512].")] = None,
+    tokens: Annotated[Number, typer.Option(help="Tokens a rank [default: 512; GPUs: 4096].")] = None,
     ll_tokens: Annotated[Number, typer.Option(help="Tokens a rank in LL mode [default: up to 128].")] = None,
-    hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048].")] = None,
-    experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64].")] = None,
+    hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048; GPUs: 7168].")] = None,
+    experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64; GPUs: 256].")] = None,
     topk: Annotated[Number, typer.Option(help="Experts a token [default: 8].")] = None,
     groups: Annotated[Number, typer.Option(help="Expert groups of the gate, 0 = none.")] = None,
     topk_groups: Annotated[Number, typer.Option(help="Groups a token may use.")] = None,
@@ -71,13 +73,18 @@ def bench(
         Text, typer.Option(help="Route by a saved top-k array: .npy or .pt, [..., T, K].")
     ] = None,
     compare: Annotated[
-        Text, typer.Option(help="gloo: time the same exchange by torch.distributed too.")
+        Text, typer.Option(help="Time torch.distributed too: gloo, or nccl on several GPUs.")
     ] = None,
     num_sms: Annotated[
-        Number, typer.Option(help="SMs of the HT kernels, even [default: the library's].")
+        Text, typer.Option(help="GPUs: SMs a rank, one number or 8,12,16,24 [default: the library's].")
     ] = None,
-    iters: Annotated[Number, typer.Option(help="Timed pairs [default: 20].")] = None,
-    warmup: Annotated[Number, typer.Option(help="Pairs before them [default: 3].")] = None,
+    graph: Annotated[Flag, typer.Option("--graph", help="GPUs: calls in CUDA graphs too.")] = None,
+    overlap: Annotated[Flag, typer.Option("--overlap", help="GPUs: a GEMM beside a dispatch.")] = None,
+    host_cost: Annotated[
+        Flag, typer.Option("--host-cost", help="GPUs: pairs of few tokens, which the host's time bounds.")
+    ] = None,
+    iters: Annotated[Number, typer.Option(help="Timed pairs [default: 20]; GPUs: chains [10].")] = None,
+    warmup: Annotated[Number, typer.Option(help="Those before them [default: 3; GPUs: 1].")] = None,
     check: Annotated[
         Flag, typer.Option("--check/--no-check", help="Compare with a dense computation.")
     ] = None,
@@ -87,7 +94,10 @@ def bench(
     json: Annotated[File, typer.Option(help="Write parameters, machine and all rows to this file.")] = None,
     plot: Annotated[File, typer.Option(help="Draw the table to this file (needs matplotlib).")] = None,
 ) -> None:
-    """Runs whole MoE layers over ranks of this machine, checks them, and times every step."""
+    """Runs MoE layers over ranks of this machine, checks them, and times every step.
+
+    On its GPUs where there are any that this build can use, else on the CPU.
+    """
     given: dict[str, Any] = dict(locals())
     json_path, plot_path = given.pop("json"), given.pop("plot")
     from .bench import plan, run_bench

@@ -9,14 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from .gate import load_trace
+from .gpu_plan import complete_gpu_options, default_gpu_ranks, gpu_environment
+from .gpu_report import assemble_gpu, print_gpu_report, summarise_gpu
 from .launch import run_ranks
-from .machine import BusyMeter, build_info, describe_machine, describe_versions, pick_device, require_memory
+from .machine import (
+    BusyMeter,
+    build_info,
+    describe_machine,
+    describe_versions,
+    num_gpus,
+    pick_device,
+    require_memory,
+)
 from .models import find_model
-from .options import BenchOptions, resolve
-from .report import assemble_checks, assemble_rows, print_report, to_document, write_json, write_plot
+from .options import BenchOptions, parse_num_sms, resolve
+from .report import (
+    assemble_checks,
+    assemble_rows,
+    print_report,
+    summarise,
+    to_document,
+    write_json,
+    write_plot,
+)
 from .text import load_tokens
 
 BUSY_SHARE = 0.1
+GPU_WORKER = "deep_moe.cli.gpu_worker"
 
 
 def plan(given: dict[str, Any]) -> BenchOptions:
@@ -36,12 +55,15 @@ def plan(given: dict[str, Any]) -> BenchOptions:
         raise ValueError(f"text: it is not used with --routing {given['routing']}; give one of both")
     if given.get("text"):
         load_tokens(given["text"])
+    if given.get("num_sms") is not None:
+        given = given | {"num_sms": parse_num_sms(given["num_sms"])}
     device = pick_device(given.get("device") or "auto")
     if device == "cuda" and given.get("ranks") is None:
-        import torch
-
-        given = given | {"ranks": torch.cuda.device_count()}
-    return resolve(given | {"device": device}, model, trace_topk)
+        given = given | {"ranks": default_gpu_ranks(num_gpus())}
+    options = resolve(given | {"device": device}, model, trace_topk)
+    if device == "cuda":
+        options = complete_gpu_options(options, num_gpus())
+    return options
 
 
 def require_writable(path: Path | None, name: str) -> None:
@@ -68,13 +90,31 @@ def run_bench(options: BenchOptions, json_path: Path | None, plot_path: Path | N
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     meter = BusyMeter()
     with ProgressLine() as progress:
-        results, logs = run_ranks(options.ranks, options.to_json(), options.timeout, progress.on_event)
+        if options.device == "cuda":
+            parts, logs = run_ranks(
+                options.processes,
+                options.to_json(),
+                options.timeout,
+                progress.on_event,
+                GPU_WORKER,
+                gpu_environment(options),
+            )
+            results = [rank for part in parts for rank in part["ranks"]]
+        else:
+            results, logs = run_ranks(options.ranks, options.to_json(), options.timeout, progress.on_event)
     busy = meter.others()
     for line in dict.fromkeys(line for log in logs for line in log.splitlines()):
         print(line, file=sys.stderr)
-    rows, checks = assemble_rows(results), assemble_checks(results)
+    checks = assemble_checks(results)
     console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=140)
-    print_report(console, options, rows, checks)
+    if options.device == "cuda":
+        gpu = assemble_gpu(results, options)
+        rows, summary = gpu.rows, summarise_gpu(gpu)
+        print_gpu_report(console, options, gpu, checks)
+    else:
+        rows = assemble_rows(results)
+        summary = summarise(rows)
+        print_report(console, options, rows, checks)
     if busy > BUSY_SHARE:
         console.print(
             f"note: other programs used {busy:.0%} of this machine's processors during the run; "
@@ -82,13 +122,13 @@ def run_bench(options: BenchOptions, json_path: Path | None, plot_path: Path | N
             soft_wrap=True,
         )
     if json_path is not None:
-        about = {
+        about: dict[str, Any] = {
             "date": date,
             "machine": describe_machine(options.device) | {"busy_with_others": round(busy, 3)},
             "versions": describe_versions(),
             "build": build_info(),
         }
-        write_json(json_path, to_document(options, rows, checks, about))
+        write_json(json_path, to_document(options, rows, checks, about, summary))
         console.print(f"written: {json_path}", soft_wrap=True)
     if plot_path is not None:
         write_plot(plot_path, options, rows)

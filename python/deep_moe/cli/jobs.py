@@ -9,8 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from .chains import PAIR, Chain, Check
+from .collectives import (
+    CollectiveHandle,
+    CollectiveRows,
+    collective_combine,
+    collective_dispatch,
+    exchange_counts,
+)
 from .experts import ExpertBank, ranks_of_tokens, relative_error
-from .gloo import GlooHandle, GlooRows, exchange_counts, gloo_combine, gloo_dispatch
 from .inputs import Inputs, gate_routes
 from .options import BenchOptions
 from .timing import CopyBuffers
@@ -105,12 +111,14 @@ class GlooJob:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._received: tuple[GlooRows, GlooHandle] | None = None
+        self._received: tuple[CollectiveRows, CollectiveHandle] | None = None
         self._out: torch.Tensor | None = None
 
-    def _dispatch(self) -> tuple[GlooRows, GlooHandle]:
+    def _dispatch(self) -> tuple[CollectiveRows, CollectiveHandle]:
         inputs = self._context.inputs
-        return gloo_dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights, self._context.options.experts)
+        return collective_dispatch(
+            inputs.x, inputs.topk_idx, inputs.topk_weights, self._context.options.experts
+        )
 
     def check(self) -> list[Check]:
         """Compares the layer through gloo with the dense computation."""
@@ -118,7 +126,7 @@ class GlooJob:
         rows, handle = self._dispatch()
         y = context.bank.weighted_rows(rows.x, rows.topk_idx, rows.topk_weights).to(inputs.x.dtype)
         dense = context.bank.dense(inputs.x, inputs.topk_idx, inputs.topk_weights, context.options.experts)
-        return [context.check(f"gloo {context.options.dtype}", gloo_combine(y, handle), dense)]
+        return [context.check(f"gloo {context.options.dtype}", collective_combine(y, handle), dense)]
 
     def chains(self) -> list[Chain]:
         """Pairs whose received rows go straight back."""
@@ -146,7 +154,7 @@ class GlooJob:
 
     def _step_combine(self) -> None:
         assert self._received is not None
-        self._out = gloo_combine(self._received[0].x, self._received[1])
+        self._out = collective_combine(self._received[0].x, self._received[1])
 
     def _verify(self) -> Check:
         assert self._out is not None

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -53,9 +53,16 @@ def rank_environment() -> dict[str, str]:
 
 
 def run_ranks(
-    num_ranks: int, options_json: str, timeout: float, on_event: OnEvent, module: str = "deep_moe.cli.worker"
+    num_ranks: int,
+    options_json: str,
+    timeout: float,
+    on_event: OnEvent,
+    module: str = "deep_moe.cli.worker",
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Runs ``module`` once a rank and returns the ranks' results, and what they wrote to standard error.
+
+    ``environment`` is added to that of the rank processes.
 
     The first rank that fails, or ``timeout`` seconds without an end, ends all of them and raises
     RankFailedError.
@@ -65,7 +72,7 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(num_ranks):
-                ranks.append(_start(rank, options_json, Path(folder), module, events))
+                ranks.append(_start(rank, options_json, Path(folder), module, events, environment or {}))
             _follow(ranks, events, time.monotonic() + timeout, timeout, on_event)
             results = [rank.result for rank in ranks if rank.result is not None]
             return results, [rank.log.read_text(encoding="utf-8", errors="replace") for rank in ranks]
@@ -79,6 +86,7 @@ def _start(
     folder: Path,
     module: str,
     events: queue.SimpleQueue[tuple[int, dict[str, Any] | None]],
+    environment: Mapping[str, str],
 ) -> _Rank:
     log = folder / f"rank{rank}.err"
     command = [
@@ -97,7 +105,7 @@ def _start(
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=rank_environment(),
+            env=rank_environment() | dict(environment),
         )
 
     def read(stream: IO[str]) -> None:

@@ -25,6 +25,11 @@ def can_use_cuda() -> bool:
     return bool(build_info().get("cuda_transport", False)) and torch.cuda.is_available()
 
 
+def num_gpus() -> int:
+    """Returns the number of GPUs that this process may use."""
+    return int(torch.cuda.device_count())
+
+
 def pick_device(asked: str) -> str:
     """Returns ``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``; what cannot be had is a ValueError."""
     if asked == "cpu":

@@ -16,17 +16,32 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": tuple(DTYPE_BYTES),
     "mode": ("ht", "ll", "both"),
     "routing": ("text", "uniform", "zipf", "hot", "trace"),
-    "compare": ("none", "gloo"),
+    "compare": ("none", "gloo", "nccl"),
 }
 FP8_BLOCK = 128
 LL_TOKENS = 128
+# A layer of DeepSeek-V3 in training; the GPUs' own defaults.
+GPU_DEFAULTS: dict[str, Any] = {
+    "tokens": 4096,
+    "hidden": 7168,
+    "experts": 256,
+    "mode": "ht",
+    "iters": 10,
+    "warmup": 1,
+}
+GPU_PARTS = ("graph", "overlap", "host_cost")
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """All parameters of a run; ``ll_tokens``: tokens a rank in LL mode, ``ffn``: the experts' inner width."""
+    """All parameters of a run.
+
+    ``processes``: those that the ranks run in, one a rank or one for all; ``ll_tokens``: tokens a rank in LL
+    mode; ``ffn``: the experts' inner width.
+    """
 
     ranks: int = 4
+    processes: int = 4
     device: str = "cpu"
     tokens: int = 512
     hidden: int = 2048
@@ -43,7 +58,10 @@ class BenchOptions:
     text: str = ""
     trace: str = ""
     compare: str = "none"
-    num_sms: int = 0
+    num_sms: tuple[int, ...] = ()
+    graph: bool = False
+    overlap: bool = False
+    host_cost: bool = False
     iters: int = 20
     warmup: int = 3
     check: bool = True
@@ -74,12 +92,23 @@ class BenchOptions:
     @staticmethod
     def from_json(text: str) -> BenchOptions:
         """Returns what :meth:`to_json` wrote."""
-        return BenchOptions(**json.loads(text))
+        fields = json.loads(text)
+        return BenchOptions(**fields | {"num_sms": tuple(fields["num_sms"])})
+
+
+def parse_num_sms(text: str) -> tuple[int, ...]:
+    """Returns the numbers of ``"8"`` or ``"8,12,16"``; ValueError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"num-sms: got {text}; allowed: a number, or several with commas between") from None
 
 
 def resolve(given: dict[str, Any], model: ModelShape | None = None, trace_topk: int = 0) -> BenchOptions:
     """Merges defaults, ``model`` and the ``given`` options that are not None, in this order; validates."""
     options = BenchOptions()
+    if given.get("device") == "cuda":
+        options = replace(options, **GPU_DEFAULTS)
     if model is not None:
         options = replace(
             options,
@@ -98,6 +127,8 @@ def resolve(given: dict[str, Any], model: ModelShape | None = None, trace_topk: 
             )
         chosen["routing"] = "trace"
     options = replace(options, **chosen)
+    if "processes" not in chosen:
+        options = replace(options, processes=options.ranks)
     if options.ll_tokens == 0:
         options = replace(options, ll_tokens=min(options.tokens, LL_TOKENS))
     validate(options)
@@ -111,12 +142,12 @@ def validate(options: BenchOptions) -> None:
             raise ValueError(f"{key}: got {getattr(options, key)!r}; allowed are {', '.join(allowed)}")
     for key in ("ranks", "tokens", "hidden", "experts", "topk", "iters", "ll_tokens", "ffn"):
         _require(getattr(options, key) >= 1, key, getattr(options, key), "1 or more")
-    for key in ("groups", "topk_groups", "num_sms", "warmup"):
+    for key in ("groups", "topk_groups", "warmup"):
         _require(getattr(options, key) >= 0, key, getattr(options, key), "0 or more")
     _require(options.timeout > 0, "timeout", options.timeout, "seconds above 0")
-    _require(
-        options.num_sms % 2 == 0, "num-sms", options.num_sms, "an even number (0 = the library's own choice)"
-    )
+    for number in options.num_sms:
+        _require(number >= 1, "num-sms", number, "1 or more")
+    _validate_device(options)
     _require(
         options.row_bytes % 16 == 0,
         "hidden",
@@ -153,6 +184,22 @@ def validate(options: BenchOptions) -> None:
         )
     elif options.topk_groups:
         raise ValueError("topk-groups: it needs --groups; give both or neither")
+
+
+def _validate_device(options: BenchOptions) -> None:
+    if options.device == "cuda":
+        if options.mode != "ht":
+            raise ValueError(
+                f"mode: got {options.mode}; on GPUs this version has the high-throughput calls alone: ht"
+            )
+        if options.compare == "gloo":
+            raise ValueError("compare: gloo is for the CPU; on GPUs: nccl")
+        return
+    if options.compare == "nccl":
+        raise ValueError("compare: nccl needs several GPUs; on the CPU: gloo")
+    for part in GPU_PARTS:
+        if getattr(options, part):
+            raise ValueError(f"{part.replace('_', '-')}: it needs GPUs (--device cuda)")
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from .options import BenchOptions
 from .timing import chain_times, median
 
+SCHEMA = 2
 TARGET_SHARE = 0.5
 
 
@@ -22,7 +23,8 @@ class Row:
     ``us`` is the median over the iterations, until the last rank is ready; ``rank_us`` are medians of each
     rank's own time. ``rows`` and ``link_bytes`` are means over the ranks. ``copy_us`` is the time of memcpy
     for the same bytes and ``share`` = copy_us / us (None where there is none). Rows of equal ``work`` move
-    the same rows.
+    the same rows. The last four are of GPUs alone: SMs a rank, who drives the calls, the host's time until a
+    call has returned, and the bytes of all rows, own ones included, by time.
     """
 
     name: str
@@ -37,6 +39,10 @@ class Row:
     share: float | None
     slowest_rank: int
     rank_us: list[float]
+    num_sms: int | None = None
+    driver: str = ""
+    issue_us: float | None = None
+    logical_gb_per_s: float | None = None
 
 
 @dataclass
@@ -140,6 +146,18 @@ def describe_pair(name: str, entry: dict[str, float], num_ranks: int) -> str:
     return text
 
 
+def print_checks(console: Any, checks: Sequence[CheckRow]) -> None:
+    """Prints a line a check."""
+    from rich.markup import escape
+
+    for check in checks:
+        mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
+        console.print(
+            f"{mark}  {escape(check.name)}: max error {check.error:.2e} (allowed {check.tolerance:.0e})",
+            soft_wrap=True,
+        )
+
+
 def print_report(
     console: Any, options: BenchOptions, rows: Sequence[Row], checks: Sequence[CheckRow]
 ) -> None:
@@ -148,12 +166,7 @@ def print_report(
     from rich.markup import escape
     from rich.table import Table
 
-    for check in checks:
-        mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
-        console.print(
-            f"{mark}  {escape(check.name)}: max error {check.error:.2e} (allowed {check.tolerance:.0e})",
-            soft_wrap=True,
-        )
+    print_checks(console, checks)
     table = Table(title=escape(describe_run(options)), title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("what", "step"):
         table.add_column(column, no_wrap=True)
@@ -172,8 +185,13 @@ def print_report(
 
 
 def shown_rows(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows of table and chart: all but those of memcpy, which appear as the others' limit."""
-    return [row for row in rows if row.kind != "memcpy"]
+    """Returns the rows of a table: all but those of copies, which appear as the others' limit."""
+    return [row for row in rows if row.kind not in ("memcpy", "copy")]
+
+
+def drawn_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of a chart: those of a table that are times."""
+    return [row for row in shown_rows(rows) if row.kind != "difference"]
 
 
 def table_cells(row: Row) -> list[str]:
@@ -181,14 +199,19 @@ def table_cells(row: Row) -> list[str]:
     return [
         row.name,
         row.step,
-        f"{row.us:,.0f}" if row.us >= 100 else f"{row.us:.1f}",
+        format_us(row.us),
         "" if row.rows is None else f"{row.rows:,.0f}",
         "" if row.link_bytes is None else f"{row.link_bytes / 1e6:.2f}",
         "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
-        "" if row.copy_us is None else f"{row.copy_us:,.0f}" if row.copy_us >= 100 else f"{row.copy_us:.1f}",
+        "" if row.copy_us is None else format_us(row.copy_us),
         "" if row.share is None else f"{row.share:.0%}",
         str(row.slowest_rank),
     ]
+
+
+def format_us(us: float) -> str:
+    """Returns a time with as many digits as it bears."""
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}"
 
 
 def describe_run(options: BenchOptions) -> str:
@@ -205,16 +228,20 @@ def describe_run(options: BenchOptions) -> str:
 
 
 def to_document(
-    options: BenchOptions, rows: Sequence[Row], checks: Sequence[CheckRow], about: dict[str, Any]
+    options: BenchOptions,
+    rows: Sequence[Row],
+    checks: Sequence[CheckRow],
+    about: dict[str, Any],
+    summary: dict[str, Any],
 ) -> dict[str, Any]:
     """Returns what the JSON file holds; ``about`` gives date, machine, versions and build."""
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         **about,
         "parameters": asdict(options),
         "checks": [asdict(check) for check in checks],
         "rows": [asdict(row) for row in rows],
-        "summary": summarise(rows),
+        "summary": summary,
     }
 
 
@@ -224,7 +251,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: clean(item) for key, item in value.items()}
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return [clean(item) for item in value]
         return None if isinstance(value, float) and value - value != 0 else value
 
@@ -232,14 +259,14 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def write_plot(path: Path, options: BenchOptions, rows: Sequence[Row]) -> None:
-    """Draws the steps as bars, with the time of memcpy for the same bytes as a mark on each."""
+    """Draws the steps as bars, with the time of the plain copy of the same bytes as a mark on each."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     parts = [
-        [row for row in shown_rows(rows) if row.name.startswith("LL") == is_ll] for is_ll in (False, True)
+        [row for row in drawn_rows(rows) if row.name.startswith("LL") == is_ll] for is_ll in (False, True)
     ]
     parts = [part[::-1] for part in parts if part]
     figure, panels = pyplot.subplots(
@@ -261,7 +288,7 @@ def write_plot(path: Path, options: BenchOptions, rows: Sequence[Row]) -> None:
 
 
 def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
-    colours = {"deep_moe": "#2b6cb0", "gloo": "#dd8844", "layer": "#a0aec0"}
+    colours = {"deep_moe": "#2b6cb0", "gloo": "#dd8844", "nccl": "#dd8844", "layer": "#a0aec0"}
     places = range(len(rows))
     axes.barh(places, [row.us for row in rows], color=[colours[row.kind] for row in rows])
     for place, row in zip(places, rows, strict=True):
@@ -272,8 +299,10 @@ def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
     if marked:
         times, heights = zip(*marked, strict=True)
         axes.scatter(
-            times, heights, marker="|", s=160, color="black", zorder=3, label="memcpy of the same bytes"
+            times, heights, marker="|", s=160, color="black", zorder=3, label="plain copy of the same bytes"
         )
-    axes.set_yticks(places, [f"{row.name}: {row.step}" for row in rows], fontsize=8)
+    axes.set_yticks(
+        places, [" ".join(filter(None, (f"{row.name}: {row.step}", row.driver))) for row in rows], fontsize=8
+    )
     axes.margins(x=0.1)
     axes.set_xlabel("us (median over the iterations, until the last rank is ready)", fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -67,9 +68,7 @@ def run_rank(rank: int, options_json: str, folder: Path, emit: Emit) -> dict[str
     options = BenchOptions.from_json(options_json)
     emit({"phase": "join the process group"})
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
@@ -131,8 +130,6 @@ def open_buffer(options: Any, group: Any) -> Any:
     """Opens the Buffer that all modes of the run share, large enough for what the options need."""
     from .. import Buffer
 
-    if options.num_sms:
-        Buffer.set_num_sms(options.num_sms)
     low_latency = "ll" in options.modes
     num_rdma_bytes = 0
     if low_latency:
@@ -146,22 +143,28 @@ def open_buffer(options: Any, group: Any) -> Any:
         low_latency_mode=low_latency,
         num_qps_per_rank=max(1, options.experts // options.ranks),
         explicitly_destroy=True,
-        device=options.device,
+        device="cpu",
         timeout=min(100.0, options.timeout),
     )
 
 
-def main() -> None:
-    """Entry of the process: ``argv`` holds the rank, the options as JSON and the run's folder."""
-    rank, options_json, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+def run_as_process(run: Callable[[int, str, Path, Emit], dict[str, Any]]) -> None:
+    """Runs one process: ``argv`` holds its number, the options as JSON and the run's folder."""
+    index, options_json, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     emit = event_channel()
+    faulthandler.enable()
     die_with_parent()
     try:
-        emit({"result": run_rank(rank, options_json, folder, emit)})
+        emit({"result": run(index, options_json, folder, emit)})
     except BaseException as error:
         emit({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         sys.stderr.flush()
         os._exit(1)  # a peer may be waiting for this rank inside a destructor; the parent ends them all
+
+
+def main() -> None:
+    """Entry of the process."""
+    run_as_process(run_rank)
 
 
 if __name__ == "__main__":
