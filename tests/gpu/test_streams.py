@@ -57,6 +57,7 @@ def late_copy(source: torch.Tensor) -> tuple[torch.Tensor, deep_moe.EventOverlap
         torch.cuda._sleep(LATE)
         copy.copy_(source)
         event = deep_moe.Buffer.capture()
+    source.record_stream(side)
     copy.record_stream(side)
     return copy, event
 

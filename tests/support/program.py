@@ -15,6 +15,7 @@ import torch
 
 import deep_moe
 
+from .device import OnDevice, on_cpu
 from .workers import workers
 
 
@@ -110,18 +111,28 @@ def run_on_rank(comm: Any, rank: int, program: Program) -> list[dict[str, Any]]:
 
 def execute(program: Program, rank: int, buffers: list[deep_moe.Buffer]) -> list[dict[str, Any]]:
     """Run a program on one rank, with Buffers that are there; `check` then takes the results of all ranks."""
-    here = Here(rank, buffers[0].group_size, program.calls, buffers)
+    on_a_gpu = buffers[0].device.type == "cuda"
+    moving: list[Any] = [OnDevice(buffer) if on_a_gpu else buffer for buffer in buffers]
+    here = Here(rank, buffers[0].group_size, program.calls, moving)
     for call in program.calls:
         here.kept.append(call.run(here))
     while here.pending:
         here.settle(here.pending[-1 if program.newest_hook_first else 0][0])
-    return [call.collect(here, kept) for call, kept in zip(program.calls, here.kept, strict=True)]
+    collected = [call.collect(here, kept) for call, kept in zip(program.calls, here.kept, strict=True)]
+    return [on_cpu(one) for one in collected] if on_a_gpu else collected
 
 
 def run(
     program: Program, num_ranks: int, form: str = "process", timeout: float = 60.0
 ) -> list[list[dict[str, Any]]]:
-    """Run a program on all ranks and check everything; gives the results by rank, then by call."""
+    """Run a program on all ranks and check everything; gives the results by rank, then by call.
+
+    Forms "gpu thread" and "gpu process": on ranks that share one GPU.
+    """
+    if form.startswith("gpu "):
+        from .gpu import World
+
+        return World(form.removeprefix("gpu "), num_ranks).run_program(program, timeout)
     results = workers(form).run(run_on_rank, [program.only(rank) for rank in range(num_ranks)], timeout)
     check(program, results)
     return results
