@@ -65,7 +65,7 @@ def the_gpu_works() -> bool:
 
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_f2_killed_rank_is_named(victim: int, shared_memory: None) -> None:
-    """In mid-call; the survivors say who, within the time-out, keep their tensors, and the GPU works for them."""
+    """In mid-call; the survivors say who, in time, keep their tensors, and the GPU works for them."""
     after = random.Random(victim).uniform(0.0, 0.3)
     with Flag() as started:
 
@@ -143,7 +143,7 @@ def test_stopped_rank_that_goes_on_changes_no_live_tensor(number: int) -> None:
 
 
 def test_f3_exception_on_one_rank_and_exit_without_destroy(shared_memory: None) -> None:
-    """The rank that raises ends, with a live Buffer; its peer gets an error that names it, and ends as well."""
+    """The rank that raises ends, with a live Buffer; its peer gets an error that names it, and ends."""
 
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=TIMEOUT)

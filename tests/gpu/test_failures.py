@@ -1,4 +1,4 @@
-"""Ranks on a GPU that are late, make other calls, or come back: errors that name them, and reset() that mends."""
+"""Ranks on a GPU that are late or make other calls: errors that name them, and reset(), which mends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world_of(form: str) -> World:
 
 
 def tried_to_the_end(buffer: deep_moe.Buffer, call: Callable[[], Any]) -> Attempt:
-    """The call, its work on the GPU, and what that reports: a call that waits for nothing cannot raise itself."""
+    """The call, its work on the GPU, and what that reports: not every call waits for its own work."""
 
     def whole() -> None:
         call()

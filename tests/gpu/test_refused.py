@@ -1,4 +1,4 @@
-"""Calls that must be refused, on a GPU: the refusals of the CPU's list, then a good exchange on the same Buffer.
+"""Calls that must be refused, on a GPU: those of the CPU's list, then a good exchange on the same Buffer.
 
 A peer whose call waits for nothing learns of a refusal with the next look at its Buffer, here check().
 """
@@ -127,7 +127,7 @@ def job_gaps(comm: Any, rank: int, _: Any) -> Any:
 
 
 def test_d3_rows_with_gaps_between_them_are_taken() -> None:
-    """Every second row of a larger tensor, and a block of its columns, also where it begins at an odd address."""
+    """Every second row of a larger tensor, and a block of its columns, also one at an odd address."""
     for plain, *others in TWO.run(job_gaps):
         for gaps in others:
             assert all(torch.equal(one, other) for one, other in zip(plain, gaps, strict=True))
