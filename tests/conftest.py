@@ -13,6 +13,7 @@ import torch
 
 from .support import workers
 from .support.ranks import FORMS
+from .support.system import num_gpus
 
 TESTS = Path(__file__).parent
 
@@ -83,7 +84,7 @@ def tiers(item: pytest.Item) -> set[str]:
 def what_is_missing(item: pytest.Item) -> str | None:
     """Why a test cannot run here; the one place that decides on skipping."""
     for marker in item.iter_markers():
-        if marker.name == "gpus" and (here := torch.cuda.device_count()) < _number(marker):
+        if marker.name == "gpus" and (here := num_gpus()) < _number(marker):
             return f"needs {_number(marker)} CUDA GPUs, {here} here"
         if marker.name == "gpus" and os.environ.get("DEEP_MOE_CUDA_PREVIEW") != "1":
             return "the GPU Buffer is unfinished: set DEEP_MOE_CUDA_PREVIEW=1"

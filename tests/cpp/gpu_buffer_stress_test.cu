@@ -20,15 +20,17 @@ int num_calls(int usual) {
   return text == nullptr ? usual : std::min(usual, std::atoi(text));
 }
 
-void eager(const Bootstrap& bootstrap, int calls, std::uint64_t seed) {
-  StressRank rank(bootstrap, seed);
+constexpr std::int64_t kHeapBytes = std::int64_t{96} << 20;
+
+void eager(const Bootstrap& bootstrap, int calls, std::uint64_t seed, std::int64_t heap_bytes = kHeapBytes) {
+  StressRank rank(bootstrap, seed, heap_bytes);
   rank.random_calls(calls);
   rank.finish();
 }
 
 // One rank replays a graph of a dispatch and a combine while the others make the same calls eagerly; then another one.
 void replayed(const Bootstrap& bootstrap, int calls, std::uint64_t seed) {
-  StressRank rank(bootstrap, seed);
+  StressRank rank(bootstrap, seed, kHeapBytes);
   for (int replaying = 0; replaying < 2; ++replaying) {
     rank.random_calls(40);
     rank.replay_beside_eager(replaying % bootstrap.size, calls / 4);  // rounds of two calls
@@ -61,10 +63,10 @@ TEST_CASE("GPU Buffer stress: 10,000 calls, replayed on one rank and eager on th
   check_all(run_threads(2, [](const Bootstrap& b) { replayed(b, num_calls(10000), 2); }));
 }
 
-TEST_CASE("GPU Buffer stress: one rank, and more than two") {
+TEST_CASE("GPU Buffer stress: one rank, and more than two; the heap grows from nothing") {
   if (no_preview()) return;
-  for (const int num_ranks : {1, 3, 4})
-    check_all(run_threads(num_ranks, [&](const Bootstrap& b) { eager(b, num_calls(500), 3); }));
+  for (const int num_ranks : {1, 2, 3, 4})
+    check_all(run_threads(num_ranks, [&](const Bootstrap& b) { eager(b, num_calls(500), 3, 0); }));
   check_all(run_threads(3, [](const Bootstrap& b) { replayed(b, num_calls(400), 4); }));
 }
 

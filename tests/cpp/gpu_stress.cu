@@ -3,7 +3,7 @@
 
 namespace deep_moe::test {
 
-StressRank::StressRank(const Bootstrap& bootstrap, std::uint64_t seed)
+StressRank::StressRank(const Bootstrap& bootstrap, std::uint64_t seed, std::int64_t heap_bytes)
     : bootstrap_(bootstrap), shared_(seed), own_(mix(seed, bootstrap.rank)) {
   cuda(cudaSetDevice(0));
   cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
@@ -14,7 +14,7 @@ StressRank::StressRank(const Bootstrap& bootstrap, std::uint64_t seed)
   meet();  // nobody allocates any more when the first kernel waits
   BufferOptions options;
   options.device = 0;
-  options.num_nvl_bytes = 96 << 20;
+  options.num_nvl_bytes = heap_bytes;
   options.timeout_seconds = 30;
   options.current_stream = [stream = stream_] { return static_cast<void*>(stream); };
   buffer_ = std::make_unique<Buffer>(bootstrap_, options);
@@ -44,7 +44,8 @@ Plan StressRank::draw_plan() {
   plan.dtype = kTypes[shared_.below(4)];
   if (plan.dtype == DType::kFloat8E4M3) plan.num_scales = (plan.hidden + 127) / 128;
   plan.narrow_ids = shared_.below(3) == 0;
-  plan.weights = shared_.below(4) != 0;
+  plan.by_mask = shared_.below(5) == 0;
+  plan.weights = !plan.by_mask && shared_.below(4) != 0;
   if (shared_.below(3) == 0) {
     const Routes routes(plan);
     for (const auto& rows : routes.rows) plan.worst = std::max<std::int64_t>(plan.worst, rows.size());
@@ -65,13 +66,19 @@ void StressRank::settle() {
 
 StressRank::Live StressRank::dispatch(const Plan& plan, const Inputs& inputs, bool layout_first) {
   Live live{plan, std::make_shared<const Routes>(plan), {}};
-  if (layout_first) check_layout(plan, live.routes, inputs.ids);
+  LayoutResult first;
+  if (layout_first || plan.by_mask) first = layout(plan, live.routes, inputs.ids);
   DispatchArgs args;
   args.x.data = inputs.x;
   args.x.scales = inputs.scales;
-  args.topk_idx = inputs.ids;
-  args.topk_weights = inputs.weights;
-  args.num_experts = plan.num_experts;
+  if (plan.by_mask) {
+    args.is_token_in_rank = first.is_token_in_rank.view;
+    args.num_tokens_per_expert = first.num_tokens_per_expert.view;
+  } else {
+    args.topk_idx = inputs.ids;
+    args.topk_weights = inputs.weights;
+    args.num_experts = plan.num_experts;
+  }
   args.num_worst_tokens = plan.worst;
   args.num_sms = static_cast<int>(1 + own_.below(24));
   live.result = on_streams(&args.streams, [&] { return buffer_->dispatch(args); });

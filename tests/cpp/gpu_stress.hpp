@@ -42,7 +42,7 @@ class Arena {
 
 class StressRank {
  public:
-  StressRank(const Bootstrap& bootstrap, std::uint64_t seed);
+  StressRank(const Bootstrap& bootstrap, std::uint64_t seed, std::int64_t heap_bytes);
   ~StressRank();
 
   void random_calls(int count);
@@ -73,7 +73,7 @@ class StressRank {
   auto on_streams(StreamOptions* streams, const Call& call);
 
   Live dispatch(const Plan& plan, const Inputs& inputs, bool layout_first);
-  void check_layout(const Plan& plan, const std::shared_ptr<const Routes>& routes, const TensorView& ids);
+  LayoutResult layout(const Plan& plan, const std::shared_ptr<const Routes>& routes, const TensorView& ids);
   void check_rows(const Plan& plan, std::shared_ptr<const Routes> routes, std::uint64_t row_seed,
                   const OwnedPayload& rows);
   void check_ids(const Plan& plan, std::shared_ptr<const Routes> routes, const DispatchResult& result);

@@ -73,13 +73,13 @@ TensorView StressRank::make_bias(const Plan& plan, std::uint64_t seed, int which
   return upload(bias, dtype, {tokens, plan.hidden});
 }
 
-void StressRank::check_layout(const Plan& plan, const std::shared_ptr<const Routes>& routes, const TensorView& ids) {
+LayoutResult StressRank::layout(const Plan& plan, const std::shared_ptr<const Routes>& routes, const TensorView& ids) {
   StreamOptions streams;
-  const LayoutResult layout =
+  LayoutResult result =
       on_streams(&streams, [&] { return buffer_->get_dispatch_layout(ids, plan.num_experts, streams); });
-  const char* per_rank = download(layout.num_tokens_per_rank.view);
-  const char* per_expert = download(layout.num_tokens_per_expert.view);
-  const char* in_rank = download(layout.is_token_in_rank.view);
+  const char* per_rank = download(result.num_tokens_per_rank.view);
+  const char* per_expert = download(result.num_tokens_per_expert.view);
+  const char* in_rank = download(result.is_token_in_rank.view);
   later([=, this] {
     const int num_ranks = plan.num_ranks();
     std::vector<std::int32_t> ranks(static_cast<std::size_t>(num_ranks)), experts(plan.num_experts);
@@ -96,6 +96,7 @@ void StressRank::check_layout(const Plan& plan, const std::shared_ptr<const Rout
     expect(std::memcmp(per_rank, ranks.data(), 4 * ranks.size()) == 0, "layout: num_tokens_per_rank");
     expect(std::memcmp(per_expert, experts.data(), 4 * experts.size()) == 0, "layout: num_tokens_per_expert");
   });
+  return result;
 }
 
 void StressRank::check_rows(const Plan& plan, std::shared_ptr<const Routes> routes, std::uint64_t row_seed,
@@ -133,13 +134,14 @@ void StressRank::check_ids(const Plan& plan, std::shared_ptr<const Routes> route
              what + "count of an expert");
   }
   const std::int64_t total = result.recv_x.data.view.shape[0];
+  expect((ids != nullptr) == (total > 0 && !plan.by_mask), what + "ids are there if they were sent");
   later([=, this] {
     const auto& rows = routes->rows[me()];
     for (std::int64_t row = 0; row < total; ++row) {
       const bool real = row < static_cast<std::int64_t>(rows.size());
       const auto [src, token] = real ? rows[static_cast<std::size_t>(row)] : std::pair(0, std::int64_t{-1});
       expect(reinterpret_cast<const std::int32_t*>(sources)[row] == token, what + "source of a row");
-      for (std::int64_t k = 0; k < plan.topk; ++k) {
+      for (std::int64_t k = 0; k < plan.topk && !plan.by_mask; ++k) {
         std::int64_t local = real ? plan.id(src, token, k) - first : -1;
         if (local < 0 || local >= num_local) local = -1;
         const std::int64_t at = row * plan.topk + k;

@@ -67,6 +67,7 @@ struct Plan {
   DType dtype = DType::kBFloat16;
   std::int64_t num_scales = 0;
   bool narrow_ids = false, weights = true;
+  bool by_mask = false;  // routed by is_token_in_rank and counts; no ids and weights travel
 
   int num_ranks() const { return static_cast<int>(tokens.size()); }
   std::int64_t row_bytes() const { return hidden * static_cast<std::int64_t>(dtype_bytes(dtype)); }

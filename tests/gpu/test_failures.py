@@ -219,7 +219,6 @@ def job_destroyed(comm: Any, rank: int, _: Any) -> Any:
         "cached dispatch": lambda: buffer.dispatch(x, handle=sent[4]),
         "combine": lambda: buffer.combine(sent[0], sent[4]),
         "empty": lambda: buffer.empty((2, 2), torch.float32),
-        "get_comm_stream": buffer.get_comm_stream,
         "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.uint8),
         "memory_stats": buffer.memory_stats,
         "reset": buffer.reset,

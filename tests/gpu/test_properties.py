@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from ..cpu.test_properties import high_throughput_programs
+from ..cpu.test_properties import PATHS, high_throughput_programs
 from ..support.gpu import VECTOR, World
 from ..support.program import BufferOptions, Program
 
 pytestmark = pytest.mark.gpus(1)
 
-PATHS = ("v1", "fused")
 NIGHTLY = hypothesis.settings().max_examples > 1000
 buffer_options = st.builds(BufferOptions, num_bytes=st.sampled_from([0, 0, 4096, 1 << 22]))
 thread_worlds = st.sampled_from([World("thread", ranks) for ranks in (1, 2, 2, 3, 4, 8)])

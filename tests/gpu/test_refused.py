@@ -118,9 +118,9 @@ def job_gaps(comm: Any, rank: int, _: Any) -> Any:
     buffer = deep_moe.Buffer(None, comm=comm, timeout=10)
     given = Case("D3", (10, 7)).inputs()
     x, idx = on_gpu(given.x[rank]), on_gpu(given.topk_idx[rank])
-    wide = on_gpu(random_rows(rng(4), 2 * len(x), 1024, torch.bfloat16))
+    even, odd = (on_gpu(random_rows(rng(4), 2 * len(x), 1024, torch.bfloat16)) for _ in range(2))
     outcome = []
-    for rows in (x, wide[::2, 256:768].copy_(x), wide[::2, 257:769].copy_(x)):
+    for rows in (x, even[::2, 256:768].copy_(x), odd[::2, 257:769].copy_(x)):
         sent = buffer.dispatch(rows, topk_idx=idx, num_experts=16)
         outcome.append((sent[0], buffer.combine(sent[0], sent[4])[0]))
     return outcome

@@ -12,7 +12,7 @@ import deep_moe
 
 from ..support.attempts import attempt
 from ..support.compare import same_bits
-from ..support.gpu import CONNECTIONS_1, FD, IPC, VECTOR, World, on_gpu
+from ..support.gpu import CONNECTIONS_1, VECTOR, World, on_gpu
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
 from ..support.inputs import Case
 from ..support.program import BufferOptions, Program
@@ -23,7 +23,7 @@ bf16, fp32 = torch.bfloat16, torch.float32
 COUNTS = [World("thread", ranks) for ranks in (1, 2, 3, 4, 8)] + [World("process", ranks) for ranks in (2, 4)]
 
 
-def program_of(ranks: int, heap: int = 0) -> Program:
+def program_of(ranks: int, heap: int = 64 << 20, memory: str = "") -> Program:
     """Every kind of high-throughput call, on ranks with few tokens, many, or none."""
     tokens = tuple((37 * rank + 61) % 120 for rank in range(ranks))
     case = Case("worlds", tokens, hidden=1536, experts=25, topk=6)
@@ -38,7 +38,7 @@ def program_of(ranks: int, heap: int = 0) -> Program:
             Dispatch(case.but(payload="fp8", seed=3).inputs(), path="fused", worst=most),
             Combine(5, seed=2, dtype=fp32, weights=False),
         ],
-        (BufferOptions(num_bytes=heap or 64 << 20),),
+        (BufferOptions(num_bytes=heap, memory=memory),),
     )
 
 
@@ -87,33 +87,34 @@ def legacy_ipc_capable(tensor: torch.Tensor) -> bool:
     return value.value == 1
 
 
-def job_memory_kind(comm: Any, rank: int, _: Any) -> Any:
-    buffer = deep_moe.Buffer(None, 1 << 20, comm=comm)
+def job_memory_kind(comm: Any, rank: int, kind: str) -> Any:
+    buffer = BufferOptions(1 << 20, memory=kind).make(comm)
     x = torch.full((8, 64), float(rank + 1), device="cuda")
     idx = torch.arange(8, device="cuda").reshape(8, 1) % comm.Get_size()
     received = buffer.dispatch(x, topk_idx=idx, num_experts=comm.Get_size())[0]
     return legacy_ipc_capable(received), received
 
 
-@pytest.mark.parametrize("settings", [FD, IPC], ids=["fd", "ipc"])
+@pytest.mark.parametrize("kind", ["fd", "ipc"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_kinds_of_shared_memory(settings: Any, ranks: int) -> None:
+def test_kinds_of_shared_memory(kind: str, ranks: int) -> None:
     """Between processes: memory passed as a descriptor and by CUDA IPC, each as asked for."""
-    world = World("process", ranks, settings)
-    for legacy, received in world.run(job_memory_kind):
-        assert legacy == (settings == IPC)
+    world = World("process", ranks)
+    for legacy, received in world.run(job_memory_kind, kind):
+        assert legacy == (kind == "ipc")
         rows = torch.arange(1.0, ranks + 1).repeat_interleave(8 // ranks)
         assert torch.equal(received, rows.unsqueeze(1).expand(8, 64))
-    world.run_program(program_of(ranks))
-    world.run_program(program_of(ranks, heap=1 << 20))  # and when the heap grows
+    world.run_program(program_of(ranks, memory=kind))
+    if ranks == 2:
+        world.run_program(program_of(ranks, heap=1 << 20, memory=kind))  # and when the heap grows
 
 
 def job_unknown_kind(comm: Any, rank: int, _: Any) -> Any:
-    return attempt(lambda: deep_moe.Buffer(None, comm=comm))
+    return attempt(lambda: BufferOptions(memory="glue").make(comm))
 
 
 def test_unknown_kind_of_memory_is_named() -> None:
-    for tried in World("thread", 2, (("DEEP_MOE_DEVICE_MEMORY", "glue"),)).run(job_unknown_kind):
+    for tried in World("thread", 2).run(job_unknown_kind):
         tried.must_be(deep_moe.Error, "glue", "auto, fd, fabric or ipc")
 
 

@@ -1,19 +1,14 @@
 """Worlds of ranks that share one GPU: threads of one process, or processes.
 
-The test process itself never uses CUDA, so that others may still be forked from it. Ranks stay, as those of
-`workers` do, in processes that are spawned when first used; a world with other settings has processes of its
-own.
+The test process itself never uses CUDA, so that ranks may be forked from it. They stay, as those of `workers`
+do; a world with other settings has processes of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,18 +18,15 @@ from . import device, workers
 from .device import on_cpu, on_gpu, side_stream
 from .program import Program, check, execute
 
-__all__ = ["CONNECTIONS_1", "FD", "IPC", "ONE", "VECTOR", "WORLDS", "World"]
-__all__ += ["on_cpu", "on_gpu", "side_stream"]
+__all__ = ["CONNECTIONS_1", "ONE", "VECTOR", "WORLDS", "World", "on_cpu", "on_gpu", "side_stream"]
 
 MAX_THREADS = 12
-FEW, MANY = 2, 8  # processes that are spawned together
+FEW, MANY = 2, 8  # processes that are started together
 
 Job = Callable[[Any, int, Any], Any]  # a function of a module: (comm, rank, argument) -> result
 Settings = tuple[tuple[str, str], ...]  # environment of the processes
 
 VECTOR: Settings = (("DEEP_MOE_COPY_ENGINE", "0"),)  # the paths of sm_80
-FD: Settings = (("DEEP_MOE_DEVICE_MEMORY", "fd"),)
-IPC: Settings = (("DEEP_MOE_DEVICE_MEMORY", "ipc"),)
 CONNECTIONS_1: Settings = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
 
 
@@ -56,9 +48,9 @@ class World:
 
     def run_each(self, job: Job, arguments: Sequence[Any], timeout: float = 40.0) -> list[Any]:
         """The same with an argument for each rank."""
-        children = 1 if self.form == "thread" else FEW if self.ranks <= FEW else MANY
-        name = f"gpu {self.form} {children} {self.settings}"
-        shared = workers._workers.setdefault(name, GpuWorkers(self.form, children, self.settings))
+        most = MAX_THREADS if self.form == "thread" else FEW if self.ranks <= FEW else MANY
+        name = f"gpu {self.form} {most} {self.settings}"
+        shared = workers._workers.setdefault(name, GpuWorkers(self.form, most, self.settings))
         return shared.run(on_stream, [(job, argument) for argument in arguments], timeout)
 
     def run_program(self, program: Program, timeout: float = 40.0) -> list[Any]:
@@ -74,38 +66,16 @@ ONE = WORLDS[0]
 
 
 class GpuWorkers(workers.Workers):
-    """Spawned ranks, warm before they get their first job."""
+    """Ranks that are warm before they get their first job."""
 
-    def __init__(self, form: str, children: int, settings: Settings) -> None:
-        super().__init__(form)
-        self._children, self._settings = children, settings
+    def __init__(self, form: str, max_ranks: int, settings: Settings) -> None:
+        super().__init__(form, max_ranks)
+        self._settings = settings
 
-    def _start(self) -> None:
-        spawn = get_context("spawn")
-        pairs = [Pipe() for _ in range(self._children)]
-        links = [Pipe() for _ in range(self._children - 1)]
-        for child, (_, theirs) in enumerate(pairs):
-            mine = [ours for ours, _ in links] if child == 0 else [links[child - 1][1]]
-            arguments = (self.form, self._settings, child, theirs, mine)
-            process = spawn.Process(target=serve, args=arguments, daemon=True)
-            process.start()
-            assert process.pid is not None
-            self._pids.append(process.pid)
-        for end in [theirs for _, theirs in pairs] + [end for link in links for end in link]:
-            end.close()
-        self._pipes = [ours for ours, _ in pairs]
-
-
-def serve(form: str, settings: Settings, child: int, pipe: Connection, links: Sequence[Connection]) -> None:
-    """The life of a spawned process: jobs, until the pipe closes."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the test process
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.update(settings)
-    device.prepare(form, MAX_THREADS)
-    try:
-        workers.Workers(form)._serve(child, pipe, links)
-    except EOFError:
-        os._exit(0)
+    def _serve(self, rank: int, pipe: Connection, links: Sequence[Connection]) -> bytes:
+        os.environ.update(self._settings)
+        device.prepare(self.form, self.max_ranks)
+        return super()._serve(rank, pipe, links)
 
 
 def on_stream(comm: Any, rank: int, work: tuple[Job, Any]) -> Any:

@@ -7,6 +7,7 @@ that damages a tensor handed out by an earlier one is caught too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +27,17 @@ class BufferOptions:
     num_bytes: int = 0
     num_ll_bytes: int = 0
     timeout: float = 20.0
+    memory: str = ""  # on GPUs the kind that ranks share: "fd" or "ipc"
 
     def make(self, comm: Any) -> deep_moe.Buffer:
+        if self.memory:
+            os.environ["DEEP_MOE_DEVICE_MEMORY"] = self.memory
+        try:
+            return self._make(comm)
+        finally:
+            os.environ.pop("DEEP_MOE_DEVICE_MEMORY", None)
+
+    def _make(self, comm: Any) -> deep_moe.Buffer:
         return deep_moe.Buffer(
             None,
             self.num_bytes,
