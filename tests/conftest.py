@@ -15,6 +15,7 @@ from deep_moe._C import build_info
 
 from .support import workers
 from .support.ranks import FORMS
+from .support.system import num_gpus
 
 TESTS = Path(__file__).parent
 
@@ -85,7 +86,7 @@ def tiers(item: pytest.Item) -> set[str]:
 def what_is_missing(item: pytest.Item) -> str | None:
     """Why a test cannot run here; the one place that decides on skipping."""
     for marker in item.iter_markers():
-        if marker.name == "gpus" and (here := torch.cuda.device_count()) < _number(marker):
+        if marker.name == "gpus" and (here := num_gpus()) < _number(marker):
             return f"needs {_number(marker)} CUDA GPUs, {here} here"
         if marker.name == "gpus" and not build_info()["cuda_transport"]:
             return "this build of deep_moe has no CUDA part"

@@ -168,6 +168,7 @@ kernels::DispatchArgs CudaBuffer::row_arguments(const DispatchArgs& args, const 
     rows.ids.row_stride = move.num_tokens > 1 ? args.topk_idx.stride[0] : move.format.topk;
   }
   if (args.topk_weights.defined()) {
+    rows.has_weights = true;
     rows.topk_weights = args.topk_weights.as<float>();
     rows.weight_stride = move.num_tokens > 1 ? args.topk_weights.stride[0] : move.format.topk;
   }

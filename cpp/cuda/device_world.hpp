@@ -30,7 +30,7 @@ struct DeviceWorldOptions {
   int device = -1;             // -1: the current one
   std::size_t heap_bytes = 0;  // starting capacity
   std::size_t max_heap_bytes = std::numeric_limits<std::size_t>::max();
-  MemoryKind memory = MemoryKind::kAuto;
+  MemoryKind memory = MemoryKind::kAuto;   // kAuto: what DEEP_MOE_DEVICE_MEMORY names (auto, fd, fabric, ipc)
   double timeout_seconds = 100.0;          // of every wait, kernels' and the host's
   std::function<void()> interrupt_check;   // about every 50 ms of a wait; may throw
   std::function<Stream()> current_stream;  // the calling thread's current stream of the device, for deleters

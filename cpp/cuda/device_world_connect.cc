@@ -1,6 +1,7 @@
 // The constructor of a DeviceWorld: the only place where the user's process group is used.
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -121,6 +122,9 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::exception_ptr own_error;
   try {
     check_options(bootstrap, options_);
+    if (const char* kind = std::getenv("DEEP_MOE_DEVICE_MEMORY");
+        kind != nullptr && *kind != '\0' && options_.memory == MemoryKind::kAuto)
+      options_.memory = memory_kind(kind);
     device_ = choose_device(options_.device);
     hello.device = device_uuid(device_);
     channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);

@@ -112,6 +112,7 @@ struct DispatchArgs {
   TopkIds ids;                                       // topk 0: none; else of the same tokens
   int num_experts = 0;                               // read with ids alone
   const float* topk_weights = nullptr;               // [num_tokens, topk] or null
+  bool has_weights = false;                          // rows have them; topk_weights may be null without tokens
   std::int64_t weight_stride = 0;                    // weights from one row to the next
   const std::int32_t* send_position = nullptr;       // [T, R] of notify
   const std::int32_t* rank_prefix_matrix = nullptr;  // [R, R] of notify

@@ -1,9 +1,10 @@
-// Device memory shared between ranks: segments, growth, reuse behind streams, loss of peers. Ranks are threads, or
-// processes made by running this program again (a fork of a process that has used CUDA cannot use it).
+// Device memory shared between ranks: segments, growth, reuse behind streams, loss of peers. Ranks are threads or
+// processes.
 #include <cuda_runtime.h>
 #include <signal.h>
 
 #include "cuda/device_world.hpp"
+#include "gpu_programs.hpp"
 #include "gpu_world.cuh"
 #include "support.hpp"
 
@@ -278,8 +279,8 @@ void exit_without_destroying(const Bootstrap& bootstrap) {
 
 // ---- Ranks as processes.
 
-const std::vector<std::pair<std::string, RankFunction>>& child_functions() {
-  static const std::vector<std::pair<std::string, RankFunction>> functions = {
+const ChildFunctions& child_functions() {
+  static const ChildFunctions functions = {
       {"patterns fd", [](const Bootstrap& b) { patterns_and_growth(b, MemoryKind::kDescriptor); }},
       {"patterns ipc", [](const Bootstrap& b) { patterns_and_growth(b, MemoryKind::kIpc); }},
       {"patterns fabric", [](const Bootstrap& b) { patterns_and_growth(b, MemoryKind::kFabric); }},
@@ -296,78 +297,8 @@ const std::vector<std::pair<std::string, RankFunction>>& child_functions() {
   return functions;
 }
 
-// An all-gather between processes that are not forks of each other, in memory passed as a descriptor.
-struct FileExchange {
-  struct alignas(64) Words {
-    std::atomic<int> arrived, round;
-    char data[8192];
-  };
-  int fd, num_ranks;
-  Words* words;
-  FileExchange(int fd_, int num_ranks_) : fd(fd_), num_ranks(num_ranks_) {
-    if (fd < 0) {
-      fd = ::memfd_create("gpu_memory_test", 0);  // inherited by exec
-      expect(fd >= 0 && ::ftruncate(fd, sizeof(Words)) == 0, "memory for the exchange");
-    }
-    void* memory = ::mmap(nullptr, sizeof(Words), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    expect(memory != MAP_FAILED, "mapping the exchange");
-    words = static_cast<Words*>(memory);
-  }
-  ~FileExchange() {
-    ::munmap(words, sizeof(Words));
-    ::close(fd);
-  }
-  void meet() {
-    const int round = words->round.load();
-    if (words->arrived.fetch_add(1) + 1 == num_ranks) {
-      words->arrived = 0;
-      words->round.fetch_add(1);
-    } else {
-      for (int i = 0; words->round.load() == round; ++i) {
-        expect(i < 600000, "all ranks come to the exchange within a minute");
-        ::usleep(100);
-      }
-    }
-  }
-  void all_gather(int rank, const void* send, void* recv, std::size_t bytes) {
-    expect(bytes * num_ranks <= sizeof(words->data), "the exchange is large enough");
-    std::memcpy(words->data + bytes * rank, send, bytes);
-    meet();
-    std::memcpy(recv, words->data, bytes * num_ranks);
-    meet();
-  }
-};
-
-// Runs this program once for each rank, as the test case "child" below; killed[r]: rank r kills itself.
-void run_programs(const std::string& function, int num_ranks, const std::vector<bool>& killed = {},
-                  const char* visible_devices = nullptr) {
-  FileExchange exchange(-1, num_ranks);
-  std::vector<pid_t> children;
-  std::fflush(nullptr);
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const std::string what =
-        function + ":" + std::to_string(rank) + ":" + std::to_string(num_ranks) + ":" + std::to_string(exchange.fd);
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::setenv("DEEP_MOE_TEST_CHILD", what.c_str(), 1);
-      if (visible_devices) ::setenv("CUDA_VISIBLE_DEVICES", visible_devices, 1);
-      ::execl("/proc/self/exe", "gpu_tests", "--test-case=child of gpu_memory_test", "--no-skip", "--minimal",
-              static_cast<char*>(nullptr));
-      ::_exit(127);
-    }
-    children.push_back(child);
-  }
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    int status = 0;
-    REQUIRE(::waitpid(children[rank], &status, 0) == children[rank]);
-    INFO(function << ", rank " << rank << ", status " << status);
-    if (!killed.empty() && killed[rank]) {
-      CHECK(WIFSIGNALED(status));
-    } else {
-      CHECK(WIFEXITED(status));
-      CHECK(WEXITSTATUS(status) == 0);
-    }
-  }
+void run_programs(const std::string& function, int num_ranks, const std::vector<bool>& killed = {}) {
+  test::run_programs({"child of gpu_memory_test", killed, {}}, function, num_ranks);
 }
 
 std::size_t free_device_memory() {
@@ -396,30 +327,14 @@ struct Alone {
 
 }  // namespace
 
-TEST_CASE("child of gpu_memory_test" * doctest::skip()) {
-  const char* what = std::getenv("DEEP_MOE_TEST_CHILD");
-  REQUIRE(what != nullptr);
-  char name[64];
-  int rank, num_ranks, fd;
-  REQUIRE(std::sscanf(what, "%63[^:]:%d:%d:%d", name, &rank, &num_ranks, &fd) == 4);
-  FileExchange exchange(fd, num_ranks);
-  const Bootstrap bootstrap{rank, num_ranks, [&](const void* send, void* recv, std::size_t bytes) {
-                              exchange.all_gather(rank, send, recv, bytes);
-                            }};
-  bool found = false;
-  for (const auto& [known, function] : child_functions()) {
-    if (known != name) continue;
-    found = true;
-    function(bootstrap);
-  }
-  CHECK(found);
-}
+TEST_CASE("child of gpu_memory_test" * doctest::skip()) { run_as_child(child_functions()); }
 
 TEST_CASE("without a usable device the reason is told") {
   std::string reason;
   if (cuda::available(&reason)) {
     CHECK(cuda::num_devices() > 0);
-    run_programs("no device", 1, {}, "");  // a driver, but nothing visible
+    // A driver, but nothing visible.
+    test::run_programs({"child of gpu_memory_test", {}, {{"CUDA_VISIBLE_DEVICES", ""}}}, "no device", 1);
   } else {
     CHECK(reason.size() > 10);
     CHECK(cuda::num_devices() == 0);

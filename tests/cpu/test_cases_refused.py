@@ -17,6 +17,7 @@ import torch
 import deep_moe
 
 from ..support.attempts import attempt, good_program, words
+from ..support.device import where
 from ..support.inputs import Case, random_rows, rng
 from ..support.program import check, execute
 from ..support.ranks import run_ranks
@@ -162,7 +163,8 @@ REFUSALS = [
 def good_arguments(buffer: deep_moe.Buffer, call: str) -> Arguments:
     """Arguments that the call takes; what has to go before a combine is done."""
     given = CASE.inputs()
-    x, idx, weights = given.x[buffer.rank], given.topk_idx[buffer.rank], given.topk_weights[buffer.rank]
+    mine = given.x[buffer.rank], given.topk_idx[buffer.rank], given.topk_weights[buffer.rank]
+    x, idx, weights = (where(buffer, one) for one in mine)
     if call == HT:
         return {"x": x, "topk_idx": idx, "topk_weights": weights, "num_experts": 16}
     if call == HT_BACK:

@@ -17,6 +17,7 @@ from ..support.low_latency import LowLatencyCombine, LowLatencyDispatch
 from ..support.program import BufferOptions, Program, run
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+ROUNDED = (bf16, fp16, fp32)
 
 
 def two(**changes: object) -> Case:
@@ -77,19 +78,24 @@ LOW_LATENCY = [
 ]
 
 
-@pytest.mark.parametrize("case", HIGH_THROUGHPUT, ids=str)
-def test_high_throughput(case: Case, form: str) -> None:
+def high_throughput(case: Case) -> Program:
     """The V1 sequence and the fused one, cached dispatch with other rows, combine with and without extras."""
     given = case.inputs()
-    calls = [
-        Dispatch(given),
-        Combine(0),
-        CachedDispatch(0, case.rows(1)),
-        Dispatch(given, path="fused", alignment=16),
-        Combine(3, seed=1, weights=False, biases=2, in_heap=True),
-        Combine(0, seed=2, biases=1, out=True),
-    ]
-    run(Program(calls), case.ranks, form)
+    return Program(
+        [
+            Dispatch(given),
+            Combine(0),
+            CachedDispatch(0, case.rows(1)),
+            Dispatch(given, path="fused", alignment=16),
+            Combine(3, seed=1, weights=False, biases=2, in_heap=True),
+            Combine(0, seed=2, biases=1, out=True),
+        ]
+    )
+
+
+@pytest.mark.parametrize("case", HIGH_THROUGHPUT, ids=str)
+def test_high_throughput(case: Case, form: str) -> None:
+    run(high_throughput(case), case.ranks, form)
 
 
 @pytest.mark.parametrize("case", LOW_LATENCY, ids=str)
@@ -207,7 +213,7 @@ def test_g1_no_sync_dispatch_pads_its_tail(path: str, form: str) -> None:
             assert bool((call["weights"][real:] == 0).all()) and call["counts"] == []
 
 
-@pytest.mark.parametrize("dtype", [bf16, fp16, fp32], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
 def test_w3_sums_are_within_one_rounding_of_exact_ones(dtype: torch.dtype, form: str) -> None:
     """Against sums in float64 of the same rows, in no particular order."""
     case = two(name="W3", tokens=(50, 40, 60, 30), topk=8, dtype=dtype)

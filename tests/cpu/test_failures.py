@@ -16,6 +16,7 @@ import torch
 import deep_moe
 
 from ..support.attempts import attempt, good_program, words
+from ..support.device import where
 from ..support.inputs import Case, Inputs
 from ..support.program import check, execute
 from ..support.ranks import Ranks, run_ranks
@@ -30,9 +31,9 @@ ROOT = Path(__file__).parents[2]
 def fused(buffer: deep_moe.Buffer, given: Inputs) -> Any:
     rank = buffer.rank
     return buffer.dispatch(
-        given.x[rank],
-        topk_idx=given.topk_idx[rank],
-        topk_weights=given.topk_weights[rank],
+        where(buffer, given.x[rank]),
+        topk_idx=where(buffer, given.topk_idx[rank]),
+        topk_weights=where(buffer, given.topk_weights[rank]),
         num_experts=given.experts,
     )
 

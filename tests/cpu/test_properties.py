@@ -7,6 +7,7 @@ test; DEEP_MOE_HYPOTHESIS_PROFILE=shrink looks for a smaller one where an exampl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..support.ranks import FORMS
 
 Draw = Any
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PATHS = ("v1", "fused", "layout only")
 
 
 @st.composite
@@ -57,12 +59,12 @@ def most_received(case: Case) -> int:
 
 
 @st.composite
-def dispatches(draw: Draw, ranks: int, buffers: int) -> tuple[Case, Dispatch]:
+def dispatches(draw: Draw, ranks: int, buffers: int, paths: Sequence[str] = PATHS) -> tuple[Case, Dispatch]:
     case = draw(cases(ranks))
     worst = most_received(case) + draw(st.integers(0, 9)) if draw(st.integers(0, 3)) == 0 else 0
     call = Dispatch(
         case.inputs(),
-        path=draw(st.sampled_from(["v1", "fused", "layout only"])),
+        path=draw(st.sampled_from(paths)),
         alignment=draw(st.sampled_from([1, 1, 4, 128])),
         worst=worst,
         buffer=draw(st.integers(0, buffers - 1)),
@@ -70,8 +72,21 @@ def dispatches(draw: Draw, ranks: int, buffers: int) -> tuple[Case, Dispatch]:
     return case, call
 
 
+buffer_options = st.builds(
+    BufferOptions,
+    num_bytes=st.sampled_from([0, 0, 4096, 1 << 22]),
+    num_ll_bytes=st.sampled_from([0, 0, 1 << 22]),
+)
+
+
 @st.composite
-def high_throughput_programs(draw: Draw, ranks: int, buffers: int = 1) -> Program:
+def high_throughput_programs(
+    draw: Draw,
+    ranks: int,
+    buffers: int = 1,
+    paths: Sequence[str] = PATHS,
+    options: st.SearchStrategy[BufferOptions] = buffer_options,
+) -> Program:
     """Up to six calls, then a combine of every dispatch that has had none, newest or oldest first."""
     calls: list[Call] = []
     live: list[tuple[int, Case, Dispatch]] = []
@@ -91,7 +106,7 @@ def high_throughput_programs(draw: Draw, ranks: int, buffers: int = 1) -> Progra
     for _ in range(draw(st.integers(1, 6))):
         what = draw(st.sampled_from(["dispatch", "combine", "cached"])) if live else "dispatch"
         if what == "dispatch":
-            case, call = draw(dispatches(ranks, buffers))
+            case, call = draw(dispatches(ranks, buffers, paths))
             live.append((len(calls), case, call))
             calls.append(call)
             continue
@@ -103,14 +118,7 @@ def high_throughput_programs(draw: Draw, ranks: int, buffers: int = 1) -> Progra
             calls.append(CachedDispatch(index, rows, draw(st.booleans()), buffer=dispatch.buffer))
     for index, _, dispatch in live if draw(st.booleans()) else reversed(live):
         calls.append(combine(index, dispatch))
-    return Program(calls, [draw(buffer_options) for _ in range(buffers)])
-
-
-buffer_options = st.builds(
-    BufferOptions,
-    num_bytes=st.sampled_from([0, 0, 4096, 1 << 22]),
-    num_ll_bytes=st.sampled_from([0, 0, 1 << 22]),
-)
+    return Program(calls, [draw(options) for _ in range(buffers)])
 
 
 @st.composite

@@ -11,7 +11,7 @@ import deep_moe
 
 from ..cpu.test_cases_life import python
 from ..support.attempts import attempt
-from ..support.gpu import ONE, WORLDS, OnDevice, World, on_gpu
+from ..support.gpu import ONE, WORLDS, World, on_gpu
 from ..support.high_throughput import Combine, Dispatch
 from ..support.inputs import Case
 from ..support.program import Program, check, execute
@@ -97,13 +97,7 @@ def job_refused(comm: Any, rank: int, which: str) -> Any:
         call[which] = call[which].cpu()
     tried = attempt(lambda: buffer.dispatch(**call))
     program = good(size).only(rank)
-    moving: Any = OnDevice(buffer)
-    results = [{key: cpu(value) for key, value in one.items()} for one in execute(program, rank, [moving])]
-    return tried, results
-
-
-def cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return tried, execute(program, rank, [buffer])
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)

@@ -57,6 +57,7 @@ def late_copy(source: torch.Tensor) -> tuple[torch.Tensor, deep_moe.EventOverlap
         torch.cuda._sleep(LATE)
         copy.copy_(source)
         event = deep_moe.Buffer.capture()
+    source.record_stream(side)
     copy.record_stream(side)
     return copy, event
 
@@ -192,6 +193,8 @@ def job_graph(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
     comm.allgather(None)
     seen = []
     for given in rounds:
+        for output in outputs:
+            output.fill_(-7)  # what a replay does not write would be seen
         x.copy_(on_gpu(given.x[rank]))
         call["topk_idx"].copy_(on_gpu(given.topk_idx[rank]))
         call["topk_weights"].copy_(on_gpu(given.topk_weights[rank]))
@@ -203,8 +206,13 @@ def job_graph(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
     return seen, eager
 
 
-def test_cuda_graph_replays_with_new_ids(world: World) -> None:
-    rounds = [inputs(world.ranks, seed) for seed in range(4)]
+def test_g1_cuda_graph_replays_with_new_ids(world: World) -> None:
+    """New ids, then none at all, then few, into memory that was overwritten."""
+    rounds = [inputs(world.ranks, seed) for seed in range(5)]
+    for idx in rounds[2].topk_idx:
+        idx.fill_(-1)
+    for idx in rounds[3].topk_idx:
+        idx[3:] = -1
     results = world.run(job_graph, rounds)
     most = sum(map(len, rounds[0].topk_idx))
     for turn, given in enumerate(rounds):
@@ -214,7 +222,8 @@ def test_cuda_graph_replays_with_new_ids(world: World) -> None:
         )
         for rank, (seen, _) in enumerate(results):
             same_bits(seen[turn][1], received[rank].topk_idx, f"replay {turn}, rank {rank}, recv_topk_idx")
-            same_values(seen[turn][3], given.topk_weights[rank], f"replay {turn}, rank {rank}, weights")
+            sent = torch.where(given.topk_idx[rank] >= 0, given.topk_weights[rank], 0.0)
+            same_values(seen[turn][3], sent, f"replay {turn}, rank {rank}, weights")
     last = rounds[-1]
     received = reference.dispatch(last.x, last.topk_idx, last.experts, last.topk_weights)
     for rank, (_, eager) in enumerate(results):
@@ -292,6 +301,86 @@ def test_one_buffer_from_two_threads() -> None:
     (lanes,) = ONE.run(job_two_threads, rounds)
     for given, result in zip(rounds, lanes, strict=True):
         check_exchange(given, [result])
+
+
+def job_two_buffers(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
+    """Two Buffers, each used by a thread of its own on a stream of its own, at the same time."""
+    buffers = [deep_moe.Buffer(None, comm=comm) for _ in rounds]
+    lanes = [torch.cuda.current_stream(), side_stream()]
+    moved = [(on_gpu(given.x[rank]), arguments(given, rank)) for given in rounds]
+    torch.cuda.current_stream().synchronize()
+    results: dict[int, Any] = {}
+
+    def work(lane: int) -> None:
+        x, call = moved[lane]
+        with torch.cuda.stream(lanes[lane]):
+            for turn in range(20):
+                rows, _, _, _, handle, event = buffers[lane].dispatch(x, **call, async_finish=True)
+                event.current_stream_wait()
+                total = buffers[lane].combine(rows * 2, handle)[0]
+                if lane == rank and turn % 5 == 0:
+                    torch.cuda._sleep(LATE // 10)  # the ranks' lanes get out of step
+            results[lane] = on_cpu((rows, total))
+
+    threads = [threading.Thread(target=work, args=(lane,)) for lane in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results.get(lane) for lane in range(2)]
+
+
+@pytest.mark.parametrize("world", [World("thread", 2), World("process", 2)], ids=str)
+def test_b3_two_buffers_two_streams_two_threads(world: World) -> None:
+    rounds = [inputs(2, seed) for seed in (7, 8)]
+    results = world.run(job_two_buffers, rounds)
+    for lane, given in enumerate(rounds):
+        check_exchange(given, [lanes[lane] for lanes in results])
+
+
+def job_late_ids(comm: Any, rank: int, work: tuple[bool, list[Inputs]]) -> Any:
+    """Ids written behind a slow kernel, the calls made at once; the same tensors again with other ids."""
+    on_the_side, rounds = work
+    buffer = deep_moe.Buffer(None, comm=comm)
+    x, call = on_gpu(rounds[0].x[rank]), arguments(rounds[0], rank)
+    sources = [on_gpu(given.topk_idx[rank]) for given in rounds]
+    side, seen = side_stream(), []
+    for source in sources:
+        stream = side if on_the_side else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(5 * LATE)
+            call["topk_idx"].copy_(source)
+            event = deep_moe.Buffer.capture()
+        behind = {"previous_event": event, "async_finish": True} if on_the_side else {}
+        layout = buffer.get_dispatch_layout(call["topk_idx"], call["num_experts"], **behind)
+        if on_the_side:
+            behind["previous_event"] = layout[4]
+        received = buffer.dispatch(x, **call, **behind)
+        if on_the_side:
+            received[5].current_stream_wait()
+        seen.append(on_cpu((layout[0], layout[2], layout[3], received[0], received[1])))
+    return seen
+
+
+@pytest.mark.parametrize("on_the_side", [False, True])
+def test_a1_ids_written_just_before_are_seen(on_the_side: bool, world: World) -> None:
+    rounds = [inputs(world.ranks, seed) for seed in (11, 12)]
+    for other in rounds[1:]:
+        other.x[:] = rounds[0].x
+    results = world.run(job_late_ids, (on_the_side, rounds))
+    for turn, given in enumerate(rounds):
+        received = reference.dispatch(given.x, given.topk_idx, given.experts)
+        for rank, seen in enumerate(results):
+            at, route = (
+                f"round {turn}, rank {rank}",
+                reference.layout(given.topk_idx[rank], given.experts, world.ranks),
+            )
+            same_bits(seen[turn][0], route.num_tokens_per_rank, f"{at}, num_tokens_per_rank")
+            same_bits(seen[turn][1], route.num_tokens_per_expert, f"{at}, num_tokens_per_expert")
+            same_bits(seen[turn][2], route.is_token_in_rank, f"{at}, is_token_in_rank")
+            same_bits(seen[turn][3], rows_of(received[rank]), f"{at}, recv_x")
+            same_bits(seen[turn][4], received[rank].topk_idx, f"{at}, recv_topk_idx")
 
 
 def job_let_go(comm: Any, rank: int, given: Inputs) -> Any:

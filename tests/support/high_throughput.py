@@ -12,6 +12,7 @@ from torch import Tensor
 from deep_moe import reference
 
 from .compare import same_bits, same_values
+from .device import where
 from .inputs import Inputs, random_rows, rng
 from .program import Call, Here
 
@@ -174,7 +175,7 @@ class Combine(Call):
         bias = self.bias(here.rank, tokens, given.hidden, dtype)
         arguments: dict[str, Any] = {"bias": (None, *bias)[-1] if len(bias) < 2 else bias}
         if self.out:
-            arguments["out"] = torch.full((tokens, given.hidden), float("nan")).to(dtype)
+            arguments["out"] = where(buffer, torch.full((tokens, given.hidden), float("nan")).to(dtype))
         return y, arguments.get("out"), buffer.combine(y, handle, topk_weights=weights, **arguments)
 
     def collect(self, here: Here, kept: Any) -> dict[str, Any]:

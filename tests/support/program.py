@@ -7,6 +7,7 @@ that damages a tensor handed out by an earlier one is caught too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import deep_moe
 
+from .device import OnDevice, on_cpu
 from .workers import workers
 
 
@@ -25,8 +27,17 @@ class BufferOptions:
     num_bytes: int = 0
     num_ll_bytes: int = 0
     timeout: float = 20.0
+    memory: str = ""  # on GPUs the kind that ranks share: "fd" or "ipc"
 
     def make(self, comm: Any) -> deep_moe.Buffer:
+        if self.memory:
+            os.environ["DEEP_MOE_DEVICE_MEMORY"] = self.memory
+        try:
+            return self._make(comm)
+        finally:
+            os.environ.pop("DEEP_MOE_DEVICE_MEMORY", None)
+
+    def _make(self, comm: Any) -> deep_moe.Buffer:
         return deep_moe.Buffer(
             None,
             self.num_bytes,
@@ -110,18 +121,28 @@ def run_on_rank(comm: Any, rank: int, program: Program) -> list[dict[str, Any]]:
 
 def execute(program: Program, rank: int, buffers: list[deep_moe.Buffer]) -> list[dict[str, Any]]:
     """Run a program on one rank, with Buffers that are there; `check` then takes the results of all ranks."""
-    here = Here(rank, buffers[0].group_size, program.calls, buffers)
+    on_a_gpu = buffers[0].device.type == "cuda"
+    moving: list[Any] = [OnDevice(buffer) if on_a_gpu else buffer for buffer in buffers]
+    here = Here(rank, buffers[0].group_size, program.calls, moving)
     for call in program.calls:
         here.kept.append(call.run(here))
     while here.pending:
         here.settle(here.pending[-1 if program.newest_hook_first else 0][0])
-    return [call.collect(here, kept) for call, kept in zip(program.calls, here.kept, strict=True)]
+    collected = [call.collect(here, kept) for call, kept in zip(program.calls, here.kept, strict=True)]
+    return [on_cpu(one) for one in collected] if on_a_gpu else collected
 
 
 def run(
     program: Program, num_ranks: int, form: str = "process", timeout: float = 60.0
 ) -> list[list[dict[str, Any]]]:
-    """Run a program on all ranks and check everything; gives the results by rank, then by call."""
+    """Run a program on all ranks and check everything; gives the results by rank, then by call.
+
+    Forms "gpu thread" and "gpu process": on ranks that share one GPU.
+    """
+    if form.startswith("gpu "):
+        from .gpu import World
+
+        return World(form.removeprefix("gpu "), num_ranks).run_program(program, timeout)
     results = workers(form).run(run_on_rank, [program.only(rank) for rank in range(num_ranks)], timeout)
     check(program, results)
     return results

@@ -26,6 +26,7 @@ import torch
 from .wire import dumps, loads
 
 FORMS = ("process", "thread")
+GPU_FORMS = ("gpu thread", "gpu process")
 GRACE = 8.0  # seconds that the other ranks get to finish after one has raised
 
 RankFunction = Callable[[Any, int], Any]
@@ -182,9 +183,17 @@ def expand(answer: list[Outcome] | str, num_ranks: int) -> list[Outcome]:
 
 
 class Ranks:
-    """Ranks that run `function(comm, rank)` once, started and not yet waited for. A context manager."""
+    """Ranks that run `function(comm, rank)` once, started and not yet waited for. A context manager.
+
+    Forms "gpu thread" and "gpu process": each with a current stream of its own on one GPU.
+    """
 
     def __init__(self, function: RankFunction, num_ranks: int, form: str = "process") -> None:
+        if form.startswith("gpu "):
+            from .device import on_its_stream
+
+            form = form.removeprefix("gpu ")
+            function = on_its_stream(function, form)
         self.num_ranks, self.form = num_ranks, form
         if form == "thread":
             self._start([lambda: pack(run_threads(function, num_ranks))], [])

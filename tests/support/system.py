@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 from pathlib import Path
+
+import torch
 
 
 def memfds() -> int:
@@ -28,6 +31,15 @@ def children() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
+
+
+@functools.lru_cache
+def num_gpus() -> int:
+    """CUDA devices; a child counts, for processes forked from one that has used CUDA cannot use it."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(min(torch.cuda.device_count(), 100))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class Flag:

@@ -14,7 +14,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
             return NotImplemented
-        raw = item.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        raw = item.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
         return _rebuild, (raw, item.dtype, tuple(item.shape), item.stride())
 
 

@@ -20,15 +20,15 @@ Job = Callable[[Any, int, Any], Any]  # a function of a module: (comm, rank, arg
 class Workers:
     """Up to MAX_RANKS persistent ranks of one form, started when first used, and anew after a failure."""
 
-    def __init__(self, form: str) -> None:
-        self.form = form
+    def __init__(self, form: str, max_ranks: int = MAX_RANKS) -> None:
+        self.form, self.max_ranks = form, max_ranks
         self._pids: list[int] = []
         self._pipes: list[Connection] = []
 
     def run(self, job: Job, arguments: Sequence[Any], timeout: float = 60.0) -> list[Any]:
         """Run `job(comm, rank, arguments[rank])` on as many ranks as there are arguments."""
         num_ranks = len(arguments)
-        assert num_ranks <= MAX_RANKS
+        assert num_ranks <= self.max_ranks
         if not self._pids:
             self._start()
         if self.form == "thread":
@@ -50,7 +50,7 @@ class Workers:
         return "ended without an answer"
 
     def _start(self) -> None:
-        children = 1 if self.form == "thread" else MAX_RANKS
+        children = 1 if self.form == "thread" else self.max_ranks
         pairs = [Pipe() for _ in range(children)]
         links = [Pipe() for _ in range(children - 1)]
         all_links = [end for pair in links for end in pair]

@@ -157,7 +157,7 @@ DispatchParams derive(const DispatchArgs& args) {
   params.format.scale_bytes = args.scales.num_items * args.scales.item_bytes;
   params.format.topk = args.ids.topk;
   params.format.idx_bytes = args.ids.topk > 0 ? args.ids.id_bytes : 0;
-  params.format.weight_bytes = args.topk_weights != nullptr ? 4 : 0;
+  params.format.weight_bytes = args.has_weights || args.topk_weights != nullptr ? 4 : 0;
   // Chunks of equal length, as near as 16 bytes allow.
   const std::int64_t vectors = args.row_bytes / 16, most = DispatchTuning::kChunkBytes / 16;
   const std::int64_t chunks = std::max<std::int64_t>(1, (vectors + most - 1) / most);

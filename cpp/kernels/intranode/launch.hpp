@@ -55,7 +55,8 @@ void load_kernel(Kernel* kernel, int dynamic_shared_bytes) {
   }
 }
 
-// Whether the code that runs on the current device may use the copy engine; kept from prepare().
+// Whether the code that runs on the current device may use the copy engine; kept from prepare(). With
+// DEEP_MOE_COPY_ENGINE=0 it never does: the paths of sm_80 on later devices.
 bool has_copy_engine();
 
 // Launches `num_blocks` blocks. With `early` the launch may start before the kernel in front of it has ended, and has

@@ -2,6 +2,8 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 
 #include "kernels/intranode/launch.hpp"
 #include "kernels/intranode/layout.cuh"
@@ -66,7 +68,13 @@ void prepare() {
   code_version[current_device()] = loaded_code_version();
 }
 
-bool has_copy_engine() { return code_version[current_device()] >= 90; }
+bool has_copy_engine() {
+  static const bool wanted = [] {
+    const char* text = std::getenv("DEEP_MOE_COPY_ENGINE");
+    return text == nullptr || std::strcmp(text, "0") != 0;
+  }();
+  return wanted && code_version[current_device()] >= 90;
+}
 
 void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Stream stream) {
   check_domain(domain);

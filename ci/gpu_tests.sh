@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one go or by part.
+#   ci/gpu_tests.sh              C++ tests, Python tests, timings
+#   ci/gpu_tests.sh cpp          kernels, device memory, the GPU Buffer and its stress (build/cuda)
+#   ci/gpu_tests.sh python [PYTEST ARGUMENT...]   tests/gpu on the installed wheel
+#   ci/gpu_tests.sh timing       timings of kernels and of the Buffer
+#   ci/gpu_tests.sh sanitize     the C++ tests, reduced, under compute-sanitizer: memcheck, racecheck, synccheck
+# DEEP_MOE_GPU_STRESS_CALLS: calls of each stress, at most (all of them; 100 under compute-sanitizer).
+. "$(dirname "$0")/common.sh"
+[ "$(num_gpus)" -gt 0 ] || die "nvidia-smi lists no GPU here"
+part=${1:-all}
+[ $# = 0 ] || shift
+export DEEP_MOE_EXPECT_GPUS=${DEEP_MOE_EXPECT_GPUS:-1} DEEP_MOE_CUDA_PREVIEW=1
+# Ranks that are threads: no code is loaded while a kernel waits, and no two streams share a hardware queue.
+threads=(env CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
+tests=build/cuda/tests/cpp/gpu_tests
+
+build() {
+  command -v nvcc >/dev/null || die "nvcc is missing; install the CUDA toolkit or put it on PATH"
+  need_doctest
+  use_venv
+  say "building for sm_$DEEP_MOE_CUDA_ARCHITECTURES"
+  cmake --preset cuda -DDEEP_MOE_CUDA_ARCHITECTURES="$DEEP_MOE_CUDA_ARCHITECTURES" >/dev/null
+  cmake --build --preset cuda --parallel "$JOBS" --target gpu_tests
+}
+cpp() {
+  build
+  say "C++ tests"
+  "${threads[@]}" "$tests" --test-case-exclude='timing*'
+}
+python_tests() {
+  use_venv test
+  build_wheel build/dist DEEP_MOE_CUDA=ON
+  install_wheel build/dist
+  say "Python tests"
+  python -m pytest --expect-tier gpus1 tests/gpu "$@"
+}
+timing() {
+  build
+  say "timings"
+  "${threads[@]}" "$tests" --test-case='timing*'
+}
+# Processes take turns there for minutes, and racecheck looks at the kernels' shared memory alone.
+sanitize() {
+  build
+  export DEEP_MOE_GPU_STRESS_CALLS=${DEEP_MOE_GPU_STRESS_CALLS:-100}
+  for tool in memcheck racecheck synccheck; do
+    say "compute-sanitizer $tool"
+    "${threads[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" \
+      --test-case-exclude='timing*,*processes*,*process *'
+  done
+}
+
+case $part in
+  all)
+    cpp
+    python_tests
+    timing
+    ;;
+  cpp) cpp ;;
+  python) python_tests "$@" ;;
+  timing) timing ;;
+  sanitize) sanitize ;;
+  *) die "usage: ci/gpu_tests.sh [cpp|python|timing|sanitize]" ;;
+esac

@@ -1,0 +1,133 @@
+"""Ranks on a GPU: their streams, and tensors that go there and back.
+
+Each rank has a current stream of its own: on one that they share, each would wait for the other's call. And a
+copy to or from ordinary host memory holds the driver until the work in front of it is done, which may be a
+kernel that waits for another rank: so a stream is waited for before anything is copied on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import deep_moe
+
+WARM_BYTES = 64 << 20
+SHARED_SMS = 96  # of a GPU, for all ranks on it together: their grids wait for each other
+
+streams: list[torch.cuda.Stream] = []  # the current ones of this process's ranks
+side_streams: list[torch.cuda.Stream] = []  # their second ones
+_preparing = threading.Lock()
+
+
+def prepare(form: str, ranks: int) -> None:
+    """Once a process, before its ranks use the GPU: settings, and streams for that many ranks."""
+    with _preparing:
+        if form == "thread":
+            # Code that is loaded when first used may wait for a kernel that waits for a rank that is loading
+            # it; and streams that share a hardware queue wait for each other.
+            os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        torch.set_num_threads(1)
+        while len(streams) < (ranks if form == "thread" else 1):
+            streams.append(_warm_stream())
+            side_streams.append(_warm_stream())
+        torch.cuda.synchronize()
+
+
+def _warm_stream() -> torch.cuda.Stream:
+    """A stream with memory of torch's to hand out: asking the driver for more may wait for other ranks."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        held = [
+            torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (WARM_BYTES, 1 << 20, 1 << 10)
+        ]
+        del held
+        torch.cuda._sleep(1000)
+        stream.synchronize()
+    return stream
+
+
+def side_stream() -> torch.cuda.Stream:
+    """A second stream of this rank. (torch gives the same few new ones to everybody, again and again.)"""
+    return side_streams[streams.index(torch.cuda.current_stream())]
+
+
+def share_the_gpu(ranks: int) -> None:
+    """All ranks together use no more SMs than there are."""
+    deep_moe.Buffer.set_num_sms(max(1, min(20, SHARED_SMS // ranks)))
+
+
+def on_its_stream(function: Callable[[Any, int], Any], form: str) -> Callable[[Any, int], Any]:
+    """The same function for a rank on a GPU; its tensors come back on the CPU."""
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        size = comm.Get_size()
+        prepare(form, size)
+        share_the_gpu(size)
+        comm.allgather(None)
+        with torch.cuda.stream(streams[rank % len(streams)]):
+            result = on_cpu(function(comm, rank))
+            torch.cuda.current_stream().synchronize()
+        return result
+
+    return rank_main
+
+
+class OnDevice:
+    """A Buffer on a GPU whose high-throughput calls take CPU tensors: copies of them travel."""
+
+    def __init__(self, buffer: deep_moe.Buffer) -> None:
+        self._buffer = buffer
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._buffer, name)
+        if name not in ("get_dispatch_layout", "dispatch", "combine"):
+            return member
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            given = [on_gpu(argument) for argument in arguments]
+            result = member(*given, **{key: on_gpu(argument) for key, argument in named.items()})
+            torch.cuda.current_stream().synchronize()  # the program may look at it
+            return result
+
+        return call
+
+
+def on_gpu(argument: Any) -> Any:
+    """Tensors and pairs of tensors on the current device, strides kept; all else (handles) as it is."""
+    if isinstance(argument, torch.Tensor):
+        if argument.is_cuda:
+            return argument
+        torch.cuda.current_stream().synchronize()
+        moved = torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device=torch.cuda.current_device()
+        )
+        return moved.copy_(argument)
+    if isinstance(argument, tuple) and len(argument) == 2:
+        return tuple(on_gpu(part) for part in argument)
+    return argument
+
+
+def where(buffer: Any, argument: Any) -> Any:
+    """The argument on the Buffer's device."""
+    return on_gpu(argument) if buffer.device.type == "cuda" else argument
+
+
+def on_cpu(result: Any) -> Any:
+    """The same with all tensors in it on the CPU."""
+    if isinstance(result, torch.Tensor):
+        if not result.is_cuda:
+            return result.detach()
+        torch.cuda.current_stream().synchronize()
+        return result.detach().cpu()
+    if isinstance(result, dict):
+        return {key: on_cpu(value) for key, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        parts = [on_cpu(part) for part in result]
+        return result._make(parts) if hasattr(result, "_make") else type(result)(parts)
+    return result
