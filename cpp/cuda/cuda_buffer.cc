@@ -23,8 +23,6 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   if (const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES"); text != nullptr && *text != '\0')
     world.max_heap_bytes = static_cast<std::size_t>(std::strtod(text, nullptr));
   if (options.use_fabric) world.memory = MemoryKind::kFabric;
-  if (const char* kind = std::getenv("DEEP_MOE_MEMORY"); kind != nullptr && *kind != '\0')
-    world.memory = deep_moe::cuda::memory_kind(kind);
   world.timeout_seconds = options.timeout_seconds;
   world.interrupt_check = [this] {
     if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();

@@ -124,7 +124,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     check_options(bootstrap, options_);
     if (const char* kind = std::getenv("DEEP_MOE_DEVICE_MEMORY");
         kind != nullptr && *kind != '\0' && options_.memory == MemoryKind::kAuto)
-      options_.memory = memory_kind(kind);
+      options_.memory = deep_moe::cuda::memory_kind(kind);
     device_ = choose_device(options_.device);
     hello.device = device_uuid(device_);
     channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);
