@@ -6,6 +6,7 @@ namespace deep_moe::cuda {
 namespace {
 
 void order(cudaEvent_t event, cudaStream_t first, cudaStream_t then) {
+  if (first == then) return;
   check_runtime(cudaEventRecord(event, first), "cudaEventRecord");
   check_runtime(cudaStreamWaitEvent(then, event, 0), "cudaStreamWaitEvent");
 }
