@@ -115,7 +115,7 @@ def job_unknown_kind(comm: Any, rank: int, _: Any) -> Any:
 
 def test_unknown_kind_of_memory_is_named() -> None:
     for tried in World("thread", 2).run(job_unknown_kind):
-        tried.must_be(deep_moe.Error, "glue", "auto, fd, fabric or ipc")
+        tried.must_be(ValueError, "glue", "auto, fd, fabric or ipc")
 
 
 def test_one_hardware_queue_between_processes() -> None:
