@@ -10,7 +10,7 @@
 [ "$(num_gpus)" -gt 0 ] || die "nvidia-smi lists no GPU here"
 part=${1:-all}
 [ $# = 0 ] || shift
-export DEEP_MOE_EXPECT_GPUS=${DEEP_MOE_EXPECT_GPUS:-1} DEEP_MOE_CUDA_PREVIEW=1
+export DEEP_MOE_EXPECT_GPUS=${DEEP_MOE_EXPECT_GPUS:-1}
 # Ranks that are threads: no code is loaded while a kernel waits, and no two streams share a hardware queue.
 threads=(env CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
 tests=build/cuda/tests/cpp/gpu_tests

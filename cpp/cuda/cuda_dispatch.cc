@@ -87,7 +87,7 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
     move->handle.rank_prefix_matrix.view = args.handle->rank_prefix_matrix;
     return;
   }
-  move->num_experts = args.num_experts;
+  move->num_experts = args.topk_idx.defined() ? args.num_experts : args.num_tokens_per_expert.shape[0];
   if (args.topk_idx.defined()) {
     move->format.topk = args.topk_idx.shape[1];
     move->format.idx_bytes = static_cast<std::int64_t>(dtype_bytes(args.topk_idx.dtype));

@@ -47,31 +47,29 @@ const ChildFunctions& child_functions() {
   return functions;
 }
 
-bool no_preview() { return no_gpu() || !cuda_transport_compiled(); }
-
 }  // namespace
 
 TEST_CASE("child of gpu_buffer_stress_test" * doctest::skip()) { run_as_child(child_functions()); }
 
-TEST_CASE("GPU Buffer stress: 10,000 random calls on two ranks") {
-  if (no_preview()) return;
+TEST_CASE("GPU Buffer stress: ten thousand random calls on two ranks") {
+  if (no_gpu()) return;
   check_all(run_threads(2, [](const Bootstrap& b) { eager(b, num_calls(10000), 1); }));
 }
 
-TEST_CASE("GPU Buffer stress: 10,000 calls, replayed on one rank and eager on the other") {
-  if (no_preview()) return;
+TEST_CASE("GPU Buffer stress: ten thousand calls replayed on one rank and eager on the other") {
+  if (no_gpu()) return;
   check_all(run_threads(2, [](const Bootstrap& b) { replayed(b, num_calls(10000), 2); }));
 }
 
-TEST_CASE("GPU Buffer stress: one rank, and more than two; the heap grows from nothing") {
-  if (no_preview()) return;
+TEST_CASE("GPU Buffer stress: one rank and more than two, heaps that grow from nothing") {
+  if (no_gpu()) return;
   for (const int num_ranks : {1, 2, 3, 4})
     check_all(run_threads(num_ranks, [&](const Bootstrap& b) { eager(b, num_calls(500), 3, 0); }));
   check_all(run_threads(3, [](const Bootstrap& b) { replayed(b, num_calls(400), 4); }));
 }
 
-TEST_CASE("GPU Buffer stress: between processes, with one hardware queue each and with many") {
-  if (no_preview()) return;
+TEST_CASE("GPU Buffer stress: processes with one hardware queue each and with many") {
+  if (no_gpu()) return;
   for (const char* queues : {"1", "8"}) {
     const ProgramOptions options{"child of gpu_buffer_stress_test", {}, {{"CUDA_DEVICE_MAX_CONNECTIONS", queues}}};
     run_programs(options, "eager", 2);

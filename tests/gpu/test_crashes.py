@@ -101,13 +101,13 @@ def test_f2_killed_rank_is_named(victim: int, shared_memory: None) -> None:
         assert not damage and works
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_stopped_rank_that_goes_on_changes_no_live_tensor(number: int) -> None:
     """A rank is stopped in mid-call; the others time out and use their memory for other things; it wakes."""
     with Flag() as started, Flag() as failed:
 
         def rank_main(comm: Any, rank: int) -> Any:
-            buffer = deep_moe.Buffer(None, comm=comm, timeout=1.0)
+            buffer = deep_moe.Buffer(None, comm=comm, timeout=0.6)
             tensors = known_tensors(buffer)
             fused(buffer, LARGE.inputs())
             torch.cuda.current_stream().synchronize()

@@ -39,7 +39,7 @@ def tried_to_the_end(buffer: deep_moe.Buffer, call: Callable[[], Any]) -> Attemp
 
 
 def job_sleeper(comm: Any, rank: int, mode: str) -> Any:
-    buffer = deep_moe.Buffer(None, comm=comm, timeout=0.5)
+    buffer = deep_moe.Buffer(None, comm=comm, timeout=0.3)
     given = CASE.inputs()
     sent = fused(buffer, given)
     x = on_gpu(given.x[rank])
@@ -54,7 +54,7 @@ def job_sleeper(comm: Any, rank: int, mode: str) -> Any:
     torch.cuda.current_stream().synchronize()
     comm.allgather(None)
     if rank == 1:
-        time.sleep(1.5)
+        time.sleep(0.7)
     tried = tried_to_the_end(buffer, calls[mode])
     again = attempt(lambda: fused(buffer, given))
     checked = attempt(buffer.check)
@@ -70,7 +70,7 @@ def test_f1_sleeper_is_named_and_reset_mends(mode: str, form: str) -> None:
     (tried, again, checked, good0), (late, late_again, _, good1) = world_of(form).run(job_sleeper, mode)
     for one in (tried, again, checked):
         one.must_be(deep_moe.DeepMoeTimeoutError, r"rank 1\b", WAIT)
-    assert 0.4 < tried.seconds < 3.0 and again.seconds < 0.3, (tried, again)
+    assert 0.2 < tried.seconds < 3.0 and again.seconds < 0.3, (tried, again)
     late.must_be(deep_moe.Error)
     late_again.must_be(deep_moe.Error)
     check(good_high_throughput(), [good0, good1])
@@ -110,10 +110,9 @@ def job_many_resets(comm: Any, rank: int, rounds: int) -> Any:
     for turn in range(rounds):
         late = turn % 2
         if rank == late:
-            time.sleep(0.4)
-        tried = attempt(lambda: fused(buffer, USUAL))
+            time.sleep(0.35)
+        tried = tried_to_the_end(buffer, lambda: fused(buffer, USUAL))
         assert isinstance(tried.error, deep_moe.Error), tried
-        tried.value = None
         comm.allgather(None)
         buffer.reset()
         good.append(execute(good_high_throughput(), rank, [buffer]))
@@ -122,8 +121,8 @@ def job_many_resets(comm: Any, rank: int, rounds: int) -> Any:
 
 def test_reset_again_and_again() -> None:
     """Each rank is late in turn; every reset gives a Buffer that works, and all of its memory."""
-    results = TWO.run(job_many_resets, 6)
-    for turn in range(6):
+    results = TWO.run(job_many_resets, 4)
+    for turn in range(4):
         check(good_high_throughput(), [good[turn] for good, _ in results])
     for _, stats in results:
         assert stats["quarantined_bytes"] == 0, stats
@@ -131,16 +130,15 @@ def test_reset_again_and_again() -> None:
 
 def job_late_call(comm: Any, rank: int, _: Any) -> Any:
     """The sleeper calls when the other has given up and uses its memory for other things."""
-    buffer = deep_moe.Buffer(None, 16 << 20, comm=comm, timeout=0.5)
+    buffer = deep_moe.Buffer(None, 16 << 20, comm=comm, timeout=0.4)
     rows = fused(buffer, USUAL)[0]
     tensors = [rows, *filled(buffer, 3)]
     copies = [tensor.clone() for tensor in tensors]
     torch.cuda.current_stream().synchronize()
     comm.allgather(None)
     if rank == 1:
-        time.sleep(1.2)
-    tried = attempt(lambda: fused(buffer, USUAL))
-    tried.value = None
+        time.sleep(0.8)
+    tried = tried_to_the_end(buffer, lambda: fused(buffer, USUAL))
     comm.allgather("awake, and its call has ended")
     time.sleep(0.1)
     damage = [

@@ -92,7 +92,7 @@ def job_memory_kind(comm: Any, rank: int, kind: str) -> Any:
     x = torch.full((8, 64), float(rank + 1), device="cuda")
     idx = torch.arange(8, device="cuda").reshape(8, 1) % comm.Get_size()
     received = buffer.dispatch(x, topk_idx=idx, num_experts=comm.Get_size())[0]
-    return legacy_ipc_capable(received), received
+    return buffer.runtime.memory_kind(), legacy_ipc_capable(received), received
 
 
 @pytest.mark.parametrize("kind", ["fd", "ipc"])
@@ -100,8 +100,8 @@ def job_memory_kind(comm: Any, rank: int, kind: str) -> Any:
 def test_kinds_of_shared_memory(kind: str, ranks: int) -> None:
     """Between processes: memory passed as a descriptor and by CUDA IPC, each as asked for."""
     world = World("process", ranks)
-    for legacy, received in world.run(job_memory_kind, kind):
-        assert legacy == (kind == "ipc")
+    for told, legacy, received in world.run(job_memory_kind, kind):
+        assert told == kind and legacy == (kind == "ipc")
         rows = torch.arange(1.0, ranks + 1).repeat_interleave(8 // ranks)
         assert torch.equal(received, rows.unsqueeze(1).expand(8, 64))
     world.run_program(program_of(ranks, memory=kind))
@@ -115,7 +115,7 @@ def job_unknown_kind(comm: Any, rank: int, _: Any) -> Any:
 
 def test_unknown_kind_of_memory_is_named() -> None:
     for tried in World("thread", 2).run(job_unknown_kind):
-        tried.must_be(deep_moe.Error, "glue", "auto, fd, fabric or ipc")
+        tried.must_be(ValueError, "glue", "auto, fd, fabric or ipc")
 
 
 def test_one_hardware_queue_between_processes() -> None:
