@@ -6,7 +6,11 @@ namespace deep_moe::test {
 TensorView StressRank::upload(const Arena::Piece& piece, DType dtype, std::initializer_list<std::int64_t> shape) {
   TensorView view = TensorView::contiguous(piece.device, dtype, shape);
   view.device = 0;
-  if (piece.bytes > 0) cuda(cudaMemcpyAsync(piece.device, piece.host, piece.bytes, cudaMemcpyHostToDevice, stream_));
+  if (piece.bytes == 0) {
+    view.data = nullptr;  // as torch has it
+    return view;
+  }
+  cuda(cudaMemcpyAsync(piece.device, piece.host, piece.bytes, cudaMemcpyHostToDevice, stream_));
   return view;
 }
 
