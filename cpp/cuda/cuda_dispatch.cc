@@ -191,6 +191,7 @@ void CudaBuffer::launch_notified(const DispatchArgs& args, RowMovement* move) {
   notify.num_experts = rows.num_experts;
   notify.signature = signature(args);
   notify.place = move->place;
+  notify.segment_bases = rows.segment_bases;
   notify.sequence = move->worst_rows > 0 ? 0 : move->sequence = ++sequence_ == 0 ? ++sequence_ : sequence_;
   notify.send_position = move->handle.send_index.as<std::int32_t>();
   notify.is_token_in_rank = move->handle.is_token_in_rank.as<bool>();

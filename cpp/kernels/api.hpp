@@ -63,9 +63,10 @@ struct NotifyArgs {
   int num_experts = 0;
   int num_blocks = 0;  // blocks that read ids, up to layout::kMaxNotifyBlocks; 0: chosen by the number of tokens
   layout::CallSignature signature;
-  std::uint64_t hash = 0;      // layout::signature_hash(signature); notify() sets it
-  layout::Place place;         // where this rank takes its rows
-  std::uint32_t sequence = 0;  // tag of what goes to mapped memory; 0: no counts for the host
+  std::uint64_t hash = 0;                // layout::signature_hash(signature); notify() sets it
+  layout::Place place;                   // where this rank takes its rows
+  char* const* segment_bases = nullptr;  // as for dispatch, which then need not look them up itself; may be null
+  std::uint32_t sequence = 0;            // tag of what goes to mapped memory; 0: no counts for the host
   // Out; any may be null.
   std::int32_t* send_position = nullptr;        // [T, R] index of the token among this rank's rows for that rank, or -1
   bool* is_token_in_rank = nullptr;             // [T, R]
@@ -117,7 +118,7 @@ struct DispatchArgs {
   const std::int32_t* send_position = nullptr;       // [T, R] of notify
   const std::int32_t* rank_prefix_matrix = nullptr;  // [R, R] of notify
   char* const* segment_bases = nullptr;  // [R, layout::kMaxSegments] where each rank's segments are mapped here
-  int num_sms = 0;                       // blocks, at least 1
+  int num_sms = 0;                       // blocks, at least 1; more than layout::kMaxRowBlocks are not launched
   bool use_vector_path = false;          // plain loads and stores also where the copy engine is there
   bool cached = false;
   CallStart start;  // cached alone

@@ -29,18 +29,33 @@ struct DispatchTuning {
   static constexpr int num_warps(bool tma) { return tma ? kWarps : kVectorWarps; }
 };
 
+// A warp's memory for rows on their way: sets of chunks, one chunk of each row that a sum takes.
+struct CombineRing {
+  int max_rows = 0;  // of a set; 0 without the copy engine
+  int vectors = 4;   // 16-byte pieces of a chunk for each lane, so a chunk has vectors * 512 bytes
+  int num_warps = 14;
+
+  static constexpr int kSets = 2;
+  DM_HOST_DEVICE int chunk_bytes() const { return vectors * 512; }
+  DM_HOST_DEVICE int set_bytes() const { return max_rows * chunk_bytes(); }
+  DM_HOST_DEVICE int bytes() const { return kSets * set_bytes(); }
+};
+
 struct CombineTuning {
-  static constexpr int kVectors = 7;  // most 16-byte vectors of a chunk that a lane sums
-  static constexpr int kChunkBytes = kVectors * 32 * 16;
-  static constexpr int kMaxWarps = 14;
-  // Lists of addresses take the room of some warps' rings where there are many ranks.
-  static constexpr int num_warps(int num_ranks) { return num_ranks <= 32 ? kMaxWarps : 12; }
-  static constexpr int kRingBytes = 4 * kChunkBytes;  // chunks of a warp in shared memory
-  static constexpr int kMaxStages = 16;
+  static constexpr int kMaxWarps = 15;        // that sum rows
+  static constexpr int kWeightWarps = 1;      // that sum top-k weights; 16 in all, for registers go by four warps
+  static constexpr int kWeightTokens = 4;     // whose weights a lane loads before it uses the first ...
+  static constexpr int kWeightRanks = 2;      // ... of so many holders
   static constexpr int kVectorsInFlight = 4;  // 16-byte loads of a lane without the copy engine
-  static constexpr int kWeightsInFlight = 4;  // holders of a token whose weights are loaded ahead
-  // The ring is cut into 1 << stage_shift chunks: room for one of each holder's, shorter where there are more ranks.
-  static constexpr int stage_shift(int num_ranks) { return num_ranks <= 4 ? 2 : num_ranks <= 8 ? 3 : 4; }
+  static constexpr int kVectors2 = 7, kVectors4 = 4, kVectors16 = 2;  // of the kernels for up to 2, 4 and 16 rows
+  // By the number of rows that are summed at most.
+  static constexpr CombineRing ring(int num_rows) {
+    if (num_rows <= 2) return {2, kVectors2, 15};
+    if (num_rows == 3) return {3, kVectors4, 15};
+    if (num_rows == 4) return {4, kVectors4, 13};
+    if (num_rows <= 8) return {8, kVectors16, 13};
+    return {16, kVectors16 / 2, 13};
+  }
 };
 
 // Blocks that read ids: none without tokens but the first. `wanted` 0: as tuned.

@@ -12,6 +12,7 @@ namespace deep_moe::layout {
 
 inline constexpr int kMaxKernelRanks = 64;   // the ranks of a token are the bits of one word
 inline constexpr int kMaxNotifyBlocks = 64;  // blocks of one launch that read ids
+inline constexpr int kMaxRowBlocks = 256;    // blocks of one launch that move rows
 inline constexpr int kMaxSegments = 64;      // of one rank, in the tables of addresses that kernels read
 
 // A word that is its own flag: the low 32 bits of the epoch (or of a sequence number) above a 32-bit count. Nothing
@@ -36,19 +37,31 @@ struct alignas(64) NotifyState {
 
 // Of one rank, for its own launches of dispatch and combine; all zero between them.
 struct alignas(64) RowState {
-  std::uint64_t next_token;  // tokens handed out to warps
-  std::uint64_t done_blocks;
+  std::uint64_t next_unit;  // pieces of work handed out to warps
 };
+
+// What notify has found out for the dispatch behind it, one a destination: its place, and this rank's rows there.
+struct alignas(16) Route {
+  Place place;
+  std::uint64_t base = 0;       // of the place's segment, as mapped here; 0: not looked up
+  std::int32_t first_row = 0;   // in the order of the destination's rows
+  std::int32_t end_row = 0;     // behind the last
+  std::int32_t total_rows = 0;  // of all sources
+  std::int32_t reserved = 0;
+};
+static_assert(sizeof(Route) == 64);
 
 // Regions in a rank's device memory, in order, behind those of workspace.hpp. Sizes and addresses derive from this
 // list.
 enum class NotifyRegion : int {
   kState,       // NotifyState, one
   kRowState,    // RowState, one
+  kRoutes,      // Route[R]                by destination
   kBlockWords,  // u64[blocks][R]          rows of the tokens of each block, by destination
   kExpertSums,  // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
   kLayoutSums,  // u64[kMaxExperts + R]    the same for get_dispatch_layout
   kCountWords,  // u64[depth][R][R + Lmax] by source: its rows for every rank, then its entries for each of my experts
+  kBlocksDone,  // u64[R][row blocks]      by source: tag_count(epoch, its blocks) from each block that is through
   kCount,
 };
 
@@ -58,11 +71,13 @@ inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
   switch (region) {
     case NotifyRegion::kState: return sizeof(NotifyState);
     case NotifyRegion::kRowState: return sizeof(RowState);
+    case NotifyRegion::kRoutes: return sizeof(Route) * r;
     case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
     case NotifyRegion::kExpertSums: return word * kMaxExperts;
     case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
     case NotifyRegion::kCountWords:
       return word * kAnnounceDepth * r * (r + static_cast<std::size_t>(expert_count_stride(num_ranks)));
+    case NotifyRegion::kBlocksDone: return word * r * kMaxRowBlocks;
     default: return 0;
   }
 }
@@ -86,9 +101,7 @@ class DeviceLayout {
   explicit DeviceLayout(int num_ranks)
       : num_ranks_(num_ranks),
         words_per_src_(num_ranks + expert_count_stride(num_ranks)),
-        announce_(region_offset(Region::kAnnounce, num_ranks)),
-        rows_done_(region_offset(Region::kRowsDone, num_ranks)),
-        pull_done_(region_offset(Region::kPullDone, num_ranks)) {
+        announce_(region_offset(Region::kAnnounce, num_ranks)) {
     for (int i = 0; i < static_cast<int>(NotifyRegion::kCount); ++i)
       offsets_[i] = region_offset(static_cast<NotifyRegion>(i), num_ranks);
   }
@@ -97,14 +110,11 @@ class DeviceLayout {
   DM_HOST_DEVICE Announce& announce(char* base, std::uint64_t epoch, int src) const {
     return reinterpret_cast<Announce*>(base + announce_)[ring_slot(epoch) * num_ranks_ + src];
   }
-  // The same words as Workspace::word(Region::kRowsDone, src) and word(Region::kPullDone, puller).
-  DM_HOST_DEVICE std::uint64_t* rows_done(char* base, int src) const {
-    return &reinterpret_cast<Word*>(base + rows_done_)[src].value;
-  }
-  DM_HOST_DEVICE std::uint64_t* pull_done(char* base, int puller) const {
-    return &reinterpret_cast<Word*>(base + pull_done_)[puller].value;
-  }
   DM_HOST_DEVICE RowState& row_state(char* base) const { return *at<RowState>(base, NotifyRegion::kRowState); }
+  DM_HOST_DEVICE Route& route(char* base, int dst) const { return at<Route>(base, NotifyRegion::kRoutes)[dst]; }
+  DM_HOST_DEVICE std::uint64_t* blocks_done(char* base, int src) const {  // [kMaxRowBlocks]
+    return at<std::uint64_t>(base, NotifyRegion::kBlocksDone) + src * kMaxRowBlocks;
+  }
   DM_HOST_DEVICE NotifyState& state(char* base) const { return *at<NotifyState>(base, NotifyRegion::kState); }
   DM_HOST_DEVICE std::uint64_t* block_words(char* base, int block) const {  // [R] over destinations
     return at<std::uint64_t>(base, NotifyRegion::kBlockWords) + block * num_ranks_;
@@ -132,7 +142,7 @@ class DeviceLayout {
 
   int num_ranks_ = 0;
   int words_per_src_ = 0;
-  std::size_t announce_ = 0, rows_done_ = 0, pull_done_ = 0;
+  std::size_t announce_ = 0;
   std::size_t offsets_[static_cast<int>(NotifyRegion::kCount)] = {};
 };
 

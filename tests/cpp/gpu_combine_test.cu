@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "gpu_rows.cuh"
+#include "kernels/intranode/combine.cuh"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
@@ -232,7 +233,49 @@ __global__ void count_differences(const uint4* seen, const uint4* expected, std:
   }
 }
 
+// Numbers first .. first + count - 1 of a 16-bit type, each with all numbers of the type: add_two() against the sum in
+// fp32. Not-a-numbers may differ in their bits.
+template <typename T>
+__global__ void compare_pairs(std::uint32_t first, unsigned long long* differences) {
+  const std::uint32_t a = first + blockIdx.x;
+  const auto is_nan = [](std::uint32_t bits) {
+    return std::is_same_v<T, __half> ? (bits & 0x7fffu) > 0x7c00u : (bits & 0x7fffu) > 0x7f80u;
+  };
+  for (std::uint32_t b = 8 * threadIdx.x; b < 65536; b += 8 * blockDim.x) {
+    const std::uint32_t twice = a | a << 16;
+    const uint4 x{twice, twice, twice, twice};
+    const uint4 y{b | (b + 1) << 16, (b + 2) | (b + 3) << 16, (b + 4) | (b + 5) << 16, (b + 6) | (b + 7) << 16};
+    float sums[8] = {};
+    kernels::Vector<T>::add(sums, x);
+    kernels::Vector<T>::add(sums, y);
+    const uint4 expected = kernels::Vector<T>::round(sums), seen = kernels::Vector<T>::add_two(x, y);
+    const std::uint32_t words[4][2] = {
+        {seen.x, expected.x}, {seen.y, expected.y}, {seen.z, expected.z}, {seen.w, expected.w}};
+    for (const auto& word : words) {
+      for (const int shift : {0, 16}) {
+        const std::uint32_t s = word[0] >> shift & 0xffff, e = word[1] >> shift & 0xffff;
+        if (s != e && !(is_nan(s) && is_nan(e))) atomicAdd(differences, 1ull);
+      }
+    }
+  }
+}
+
 }  // namespace
+
+GPU_TEST_CASE("combine: two numbers of 16 bits summed at once are their fp32 sum rounded, whatever the two") {
+  unsigned long long* differences = nullptr;
+  cuda(cudaMallocManaged(&differences, sizeof(*differences)));
+  *differences = 0;
+  const unsigned count = reduced() ? 64 : 65536;
+  for (unsigned first = 0; first < 65536; first += reduced() ? 8192 : 65536) {
+    compare_pairs<__nv_bfloat16><<<count, 256>>>(first, differences);
+    compare_pairs<__half><<<count, 256>>>(first, differences);
+  }
+  cuda(cudaGetLastError());
+  cuda(cudaDeviceSynchronize());
+  CHECK_EQ(*differences, 0ull);
+  cuda(cudaFree(differences));
+}
 
 GPU_TEST_CASE("combine: equal to the host bit for bit, all types, shapes and biases, both paths") {
   struct Shape {
@@ -242,6 +285,7 @@ GPU_TEST_CASE("combine: equal to the host bit for bit, all types, shapes and bia
   };
   std::vector<Shape> shapes = {
       {2, 8, 256, {130, 77}, {SumType::kBf16, 7168, 0, true, 0, 8}},
+      {2, 8, 256, {37, 5}, {SumType::kBf16, 7168, 0, true, 0, 16}},  // few tokens, whose rows go in parts
       {3, 4, 16, {63, 65, 102}, {SumType::kFp16, 2880, 1, true, 0}},
       {4, 6, 37, {0, 1, 60, 200}, {SumType::kFp32, 64, 2, true, 0}},
       {8, 8, 60, {100, 0, 57, 1}, {SumType::kBf16, 1024, 2, false, 0}},
@@ -252,8 +296,9 @@ GPU_TEST_CASE("combine: equal to the host bit for bit, all types, shapes and bia
       {12, 33, 130, {30, 12}, {SumType::kBf16, 264, 1, true, 2}},  // out and bias at 2-byte alignment
       {3, 1, 16, {300}, {SumType::kFp32, 20, 2, true, 4}},
       {2, 8, 256, {40}, {SumType::kBf16, 30000, 2, true, 8}},
+      {20, 32, 200, {24, 7}, {SumType::kBf16, 1024, 1, true, 0, 2}},  // more rows than a set takes, and fewer
   };
-  if (reduced()) shapes.erase(shapes.begin() + 6, shapes.end());
+  if (reduced()) shapes.erase(shapes.begin() + 7, shapes.end());
   std::mt19937_64 random(31);
   std::uint32_t sequence = 0;
   for (Shape& shape : shapes) {
@@ -485,6 +530,7 @@ GPU_TEST_CASE("stress: thousands of dispatches, combines and cached dispatches, 
     kernels::NotifyArgs notify = set.rows->notify_args(r, 0);
     notify.send_position = rank.out.send_position;
     notify.rank_prefix_matrix = rank.out.prefix;
+    notify.segment_bases = target.rank(r).segments;
     target.poison_heap(r);
     kernels::notify(rank.domain, notify, rank.stream);
     kernels::dispatch(rank.domain, onto_target(set.rows->dispatch_args(r)), rank.stream);

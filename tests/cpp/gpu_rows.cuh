@@ -24,6 +24,7 @@ struct RowShape {
   int hard_ranks = 0;    // ranks, as bits, whose place is hard
   std::int64_t hard_tail = 37;
   int num_sms = 3;
+  bool routes_found = true;  // notify looks up addresses for dispatch
   bool vector_path = false;
   bool bf16_values = false;  // x holds bf16 numbers in +-[1, 2), else any bits
 };
@@ -122,6 +123,7 @@ class Rows {
     kernels::NotifyArgs args = world_.args(r, sequence);
     args.place = place(r, hard_capacity(r));
     args.signature.row_bytes = shape_.row_bytes;
+    if (shape_.routes_found) args.segment_bases = ranks_[r].segments;
     return args;
   }
   layout::Place place(int r, std::int64_t capacity) const {

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/intranode/combine.cuh"
 #include "kernels/intranode/launch.hpp"
@@ -9,134 +10,123 @@
 namespace deep_moe::kernels {
 namespace {
 
-// C4 with the copy engine: all chunks of one token. False: the block must leave.
-template <typename T>
-__device__ __forceinline__ bool sum_by_pipe(const CombineParams& params, PullPipe& pipe, const TokenRows& current,
-                                            const TokenRows& next, std::int64_t token) {
-  const bool is_pair = params.args.bias[0] == nullptr && params.args.bias[1] == nullptr && current.count == 2;
-  for (int chunk = 0; chunk < params.num_chunks; ++chunk) {
-    if (!pipe.wait(current.count)) return false;
-    if (is_pair && params.bytes_of(chunk) == CombineTuning::kChunkBytes) {
-      sum_full_pair<T>(params, pipe, token, chunk);
-    } else {
-      sum_chunk<T>(params, pipe, current, token, chunk);
-    }
-    pipe.release(current.count);
-    pipe.load_ahead(current, next);
-  }
-  return true;
-}
-
-// C3 to C5: this warp's tokens. False: the block must leave.
-template <typename T, bool kTma>
-__device__ bool sum_tokens(const WaitScope& scope, const CombineParams& params, const Holder* holders,
-                           const TokenPositions& first_words, char* ring, std::uint64_t* barriers, const char** rows) {
-  const CombineArgs& args = params.args;
-  const int num_ranks = scope.domain.num_ranks;
-  PullPipe pipe(scope, params, ring, barriers);
-  Tickets tickets(scope, args.num_tokens);
-  std::int64_t token = tickets.first();
-  tickets.ask();
-  const float** weights = reinterpret_cast<const float**>(rows + 2 * num_ranks);
-  TokenRows current{rows, weights}, next{rows + num_ranks, weights + num_ranks};
-  list_rows(params, holders, first_words, &current);
-  if constexpr (kTma) pipe.load_ahead(current, next);
-  std::int64_t next_token = tickets.receive();
-  tickets.ask();
-  TokenPositions next_words(args, num_ranks, next_token);
-  WeightSums current_weights, next_weights;
-  current_weights.load(current, args.topk);
-
-  while (token < args.num_tokens) {
-    list_rows(params, holders, next_words, &next);
-    next_weights.load(next, args.topk);
-    const std::int64_t after = tickets.receive();
-    tickets.ask();
-    const TokenPositions after_words(args, num_ranks, after);
-    if (args.topk > 0) current_weights.store(current, args, token);
-
-    if constexpr (kTma) {
-      pipe.load_ahead(current, next);
-      if (pipe.holds(current)) {
-        if (!sum_by_pipe<T>(params, pipe, current, next, token)) return false;
-      } else {
-        sum_by_loads<T, 1>(params, current, token);
-      }
-      pipe.advance(current);
-    } else {
-      sum_by_loads<T, CombineTuning::kVectorsInFlight>(params, current, token);
-    }
-
-    __syncwarp();
-    const TokenRows done = current;
-    current = next, next = done;
-    token = next_token, next_token = after;
-    next_words = after_words;
-    current_weights = next_weights;
-  }
-  return true;
-}
-
-template <typename T, bool kTma>
-__device__ void combine_block(const DeviceDomain& domain, const CombineParams& params, char* shared) {
+// C1 to C4 of a warp that sums rows. kRows: the most rows of a sum that come by the copy engine; 0 without it.
+// kRowsFit: the call has gone well so far. kNone: leave. Else as from wait_for_peers().
+template <typename T, int kRows>
+__device__ __forceinline__ layout::NotifyOutcome sum_units(const WaitScope& scope, const CombineParams& params,
+                                                           char* shared, std::uint32_t* trouble) {
   using layout::NotifyOutcome;
-  __shared__ std::uint32_t trouble;
-  __shared__ bool is_last;
+  constexpr bool kFewRows = kRows == 2 || kRows == 4;  // a set has room for all that there can be
+  constexpr int kPerLane = kFewRows ? 1 : 2;
+  constexpr int kVectors = kRows == 2 ? CombineTuning::kVectors2 : kRows == 4 ? CombineTuning::kVectors4 : 0;
   const CombineArgs& args = params.args;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, rank = domain.rank,
-            num_ranks = domain.num_ranks;
-  const CombineShared parts(kTma, static_cast<int>(blockDim.x / 32), num_ranks);
-  std::uint64_t* barriers =
-      reinterpret_cast<std::uint64_t*>(shared + parts.barriers) + warp * CombineTuning::kMaxStages;
+  const Units& units = params.units;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, num_ranks = scope.domain.num_ranks;
+  const CombineShared parts(params.ring, num_ranks);
   Holder* holders = reinterpret_cast<Holder*>(shared + parts.holders);
-  const char** rows = reinterpret_cast<const char**>(shared + parts.rows) + 4 * warp * num_ranks;
-  if constexpr (kTma) {
+  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(shared + parts.barriers) + warp * CombineRing::kSets;
+  if constexpr (kRows > 0) {
     if (thread % 32 == 0) {
-      for (int i = 0; i < 1 << params.stage_shift; ++i) ptx::mbarrier_init(barriers + i, 1);
+      for (int i = 0; i < CombineRing::kSets; ++i) ptx::mbarrier_init(barriers + i, 1);
       ptx::fence_mbarrier_init();
     }
   }
 
   // C1. Each warp's first positions come meanwhile.
-  const TokenPositions first_words(args, num_ranks, Tickets::first_of_warp());
-  layout::NotifyState& state = domain.words.state(domain.workspaces[rank]);
-  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
-  const NotifyOutcome outcome = open_call(scope, args.start, args.num_tokens, &trouble);
-  if (outcome == NotifyOutcome::kFailed) {
+  Tickets tickets(scope, units.count, params.ring.num_warps);
+  const Unit first(units, tickets.first());
+  Unit next_unit(units, tickets.second());
+  const TokenPositions<kPerLane> first_words(args, num_ranks, first.token);
+  TokenPositions<kPerLane> next_words(args, num_ranks, next_unit.token);
+  tickets.ask();
+  const NotifyOutcome outcome = wait_for_peers(scope, args.start, trouble);
+  if (outcome != NotifyOutcome::kRowsFit) {
+    tickets.receive();  // the counter is cleared when all have come
+    return outcome;
+  }
+  // C2.
+  const bool found = thread >= num_ranks || find_holder(scope, args, thread, holders + thread);
+  if (!__syncthreads_and(found)) return NotifyOutcome::kNone;
+  if constexpr (kRows > 0)
+    ptx::fence_proxy_async();  // peers' rows, acquired above, before the loads of the copy engine
+  __syncwarp();
+
+  PullPipe<kPerLane, kVectors> pipe(params, shared + warp * params.ring.bytes(), barriers);
+  RowList<kPerLane> current(params, holders, first_words, first), next(first);
+  if constexpr (kRows > 0) pipe.load_ahead(current, next);
+#pragma unroll 1
+  while (current.unit.token < args.num_tokens) {
+    next = RowList<kPerLane>(params, holders, next_words, next_unit);
+    next_unit = Unit(units, tickets.receive());
+    tickets.ask();
+    next_words = TokenPositions<kPerLane>(args, num_ranks, next_unit.token);
+    if (kFewRows || (kRows > 0 && pipe.holds(current))) {
+      if constexpr (!kFewRows) pipe.load_ahead(current, next);  // the unit before may not have come here
+      char* out = static_cast<char*>(args.out) + current.unit.token * args.out_stride;
+#pragma unroll 1
+      for (int chunk = current.unit.first_chunk; chunk < current.unit.end_chunk; ++chunk) {
+        if (current.count > 0 && !pipe.wait(scope)) return NotifyOutcome::kNone;
+        sum_set<T, kRows>(pipe.set(), current.count, params.ring.vectors, out + params.chunk_begin(chunk),
+                          params.bytes_of(chunk), [&] {
+                            if (current.count > 0) pipe.release();
+                            pipe.load_ahead(current, next);
+                          });
+      }
+    } else {
+      sum_by_loads<T, kRows == 0 ? CombineTuning::kVectorsInFlight : 1>(params, current);
+    }
+    pipe.advance(current);
+    current = next;
+  }
+  return NotifyOutcome::kRowsFit;
+}
+
+// The same for the warps that sum top-k weights.
+__device__ __forceinline__ layout::NotifyOutcome sum_weights(const WaitScope& scope, const CombineParams& params,
+                                                             char* shared, std::uint32_t* trouble) {
+  using layout::NotifyOutcome;
+  const NotifyOutcome outcome = wait_for_peers(scope, params.args.start, trouble);
+  if (outcome != NotifyOutcome::kRowsFit) return outcome;
+  if (!__syncthreads_and(true)) return NotifyOutcome::kNone;
+  const CombineShared parts(params.ring, scope.domain.num_ranks);
+  add_weights(params.args, scope.domain.num_ranks, reinterpret_cast<const Holder*>(shared + parts.holders),
+              (static_cast<int>(threadIdx.x / 32) - params.ring.num_warps) * static_cast<int>(gridDim.x) +
+                  static_cast<int>(blockIdx.x),
+              CombineTuning::kWeightWarps * static_cast<int>(gridDim.x));
+  return NotifyOutcome::kRowsFit;
+}
+
+template <typename T, int kRows>
+__device__ void combine_block(const DeviceDomain& domain, const CombineParams& params, char* shared) {
+  using layout::NotifyOutcome;
+  __shared__ std::uint32_t trouble;
+  const CombineArgs& args = params.args;
+  const int thread = static_cast<int>(threadIdx.x);
+  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&domain.words.state(domain.workspaces[domain.rank]).epoch) + 1};
+  announce_call(scope, args.start, args.num_tokens);
+  const NotifyOutcome outcome = thread / 32 < params.ring.num_warps
+                                    ? sum_units<T, kRows>(scope, params, shared, &trouble)
+                                    : sum_weights(scope, params, shared, &trouble);
+  if (outcome == NotifyOutcome::kFailed) {  // in all threads
     if (thread == 0)
       tell_host(args.start.sequence, &domain.host_words.outcome(domain.host), static_cast<std::uint32_t>(outcome));
     return;
   }
-  if (outcome == NotifyOutcome::kRowsFit) {
-    // C2.
-    const bool found = thread >= num_ranks || find_holder(scope, args, thread, holders + thread);
-    if (!__syncthreads_and(found)) return;
-    if constexpr (kTma) ptx::fence_proxy_async();  // peers' rows, acquired above, before the loads of the copy engine
+  if (!__syncthreads_and(outcome != NotifyOutcome::kNone)) return;
 
-    char* ring = shared + static_cast<std::size_t>(warp) * CombineTuning::kRingBytes;
-    if (!__syncthreads_and(sum_tokens<T, kTma>(scope, params, holders, first_words, ring, barriers, rows))) return;
-  }
-
-  // C6: the last block tells every holder, and waits for all pullers.
-  if (!last_to_finish(scope, &is_last)) return;
-  bool ok = true;
-  if (outcome == NotifyOutcome::kRowsFit && thread < num_ranks) {
-    ptx::st_release_sys(domain.words.pull_done(domain.workspaces[thread], rank), scope.epoch);
-    const std::uint64_t* word = domain.words.pull_done(scope.mine(), thread);
-    std::uint64_t seen;
-    ok = wait_until(
-        scope, layout::WaitPhase::kPullDone, thread, scope.epoch, [&] { return ptx::ld_acquire_sys(word); },
-        [&](std::uint64_t epoch) { return epoch >= scope.epoch; }, &seen);
-  }
-  ok = __syncthreads_and(ok);
+  // C6: every block tells every holder; the first one waits for all pullers.
+  const bool rows_move = outcome == NotifyOutcome::kRowsFit;
+  post_block_done(scope, !rows_move);
+  if (blockIdx.x != 0) return;
+  const bool ok = wait_for_blocks(scope, layout::WaitPhase::kPullDone, !rows_move);
   if (thread == 0) finish(scope, args.start.sequence, ok ? outcome : NotifyOutcome::kFailed);
 }
 
-template <typename T, bool kTma>
-__global__ void __launch_bounds__(32 * CombineTuning::kMaxWarps, 1)
+template <typename T, int kRows>
+__global__ void __launch_bounds__(32 * (CombineTuning::kMaxWarps + CombineTuning::kWeightWarps), 1)
     combine_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(128) char dynamic_shared[];
-  if constexpr (!kTma || ptx::kHasTma) combine_block<T, kTma>(domain, params, dynamic_shared);
+  if constexpr (kRows == 0 || ptx::kHasTma) combine_block<T, kRows>(domain, params, dynamic_shared);
 }
 
 // Calls `body` with a value of the type of numbers.
@@ -150,24 +140,47 @@ void with_sum_type(SumType type, Body body) {
   throw ArgumentError("type is " + std::to_string(static_cast<int>(type)) + "; allowed: kBf16, kFp16, kFp32");
 }
 
+int num_blocks(const CombineArgs& args) { return std::min(args.num_sms, layout::kMaxRowBlocks); }
+
 CombineParams derive(const CombineArgs& args, int num_ranks) {
   CombineParams params;
   params.args = args;
   params.args.start.hash = layout::signature_hash(args.start.signature);
   params.row_bytes = args.hidden * (args.type == SumType::kFp32 ? 4 : 2);
-  params.stage_shift = CombineTuning::stage_shift(num_ranks);
-  const std::int64_t vectors = params.row_bytes / 16;
-  const std::int64_t most = (CombineTuning::kRingBytes >> params.stage_shift) / 16;
-  const std::int64_t chunks = (vectors + most - 1) / most, per_chunk = (vectors + chunks - 1) / chunks;
-  params.chunk_bytes = static_cast<int>(16 * per_chunk);
-  params.num_chunks = static_cast<int>((vectors + per_chunk - 1) / per_chunk);
-  params.last_bytes = static_cast<int>(params.row_bytes - (params.num_chunks - 1) * 16 * per_chunk);
+  if (params.args.bias[0] == nullptr) {
+    std::swap(params.args.bias[0], params.args.bias[1]);
+    std::swap(params.args.bias_stride[0], params.args.bias_stride[1]);
+  }
+  while (params.num_biases < 2 && params.args.bias[params.num_biases] != nullptr) ++params.num_biases;
   const auto alignment = [](const void* data, std::int64_t stride) {
     return common_alignment(reinterpret_cast<std::uintptr_t>(data) | static_cast<std::uint64_t>(stride));
   };
   params.out_alignment = alignment(args.out, args.out_stride);
-  for (int b = 0; b < 2; ++b) params.bias_alignment[b] = alignment(args.bias[b], args.bias_stride[b]);
+  for (int b = 0; b < 2; ++b)
+    params.bias_alignment[b] = alignment(params.args.bias[b], params.args.bias[b] ? params.args.bias_stride[b] : 0);
+  const bool aligned = (params.out_alignment & params.bias_alignment[0] & params.bias_alignment[1]) == 16;
+
+  // Chunks of whole vectors for all lanes, but for the last.
+  CombineRing ring = CombineTuning::ring(num_ranks + params.num_biases);
+  const std::int64_t steps = (params.row_bytes + 511) / 512;
+  const std::int64_t chunks = (steps + ring.vectors - 1) / ring.vectors,
+                     chunk_bytes = (steps + chunks - 1) / chunks * 512;
+  const std::int64_t num_chunks = (params.row_bytes + chunk_bytes - 1) / chunk_bytes;
+  params.chunk_bytes = static_cast<int>(chunk_bytes);
+  params.last_bytes = static_cast<int>(params.row_bytes - (num_chunks - 1) * chunk_bytes);
+  if (!aligned || args.use_vector_path || !has_copy_engine()) ring.max_rows = 0;
+  params.ring = ring;
+  params.units = Units(args.num_tokens, static_cast<int>(num_chunks), ring.num_warps * num_blocks(args));
   return params;
+}
+
+// The kernel for rows of a type, as many as a set of the ring takes.
+template <typename T>
+auto kernel_for(const CombineRing& ring) {
+  return ring.max_rows == 0   ? combine_kernel<T, 0>
+         : ring.max_rows <= 2 ? combine_kernel<T, 2>
+         : ring.max_rows <= 4 ? combine_kernel<T, 4>
+                              : combine_kernel<T, 16>;
 }
 
 void check(const DeviceDomain& domain, const CombineArgs& args) {
@@ -196,25 +209,23 @@ void check(const DeviceDomain& domain, const CombineArgs& args) {
 void combine(const DeviceDomain& domain, CombineArgs args, Stream stream) {
   check(domain, args);
   const CombineParams params = derive(args, domain.num_ranks);
-  const bool aligned = (params.out_alignment & params.bias_alignment[0] & params.bias_alignment[1]) == 16;
-  const int num_warps = CombineTuning::num_warps(domain.num_ranks);
-  const bool tma = aligned && !args.use_vector_path && has_copy_engine();
+  const int num_warps = params.ring.num_warps + (args.topk > 0 ? CombineTuning::kWeightWarps : 0);
   with_sum_type(args.type, [&](auto number) {
-    using T = decltype(number);
-    launch(tma ? combine_kernel<T, true> : combine_kernel<T, false>, args.num_sms, num_warps,
-           CombineShared(tma, num_warps, domain.num_ranks).total, stream, false, "launch of combine", domain, params);
+    launch(kernel_for<decltype(number)>(params.ring), num_blocks(args), num_warps,
+           CombineShared(params.ring, domain.num_ranks).total, stream, false, "launch of combine", domain, params);
   });
 }
 
 void prepare_combine() {
+  std::size_t most = 0;
+  for (int num_rows = 1; num_rows <= layout::kMaxKernelRanks + 2; ++num_rows)
+    most = std::max(most, CombineShared(CombineTuning::ring(num_rows), layout::kMaxKernelRanks).total);
   for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32}) {
-    with_sum_type(type, [](auto number) {
+    with_sum_type(type, [&](auto number) {
       using T = decltype(number);
-      std::size_t most = 0;
-      for (int num_ranks = 1; num_ranks <= layout::kMaxKernelRanks; ++num_ranks)
-        most = std::max(most, CombineShared(true, CombineTuning::num_warps(num_ranks), num_ranks).total);
-      load_kernel(combine_kernel<T, true>, static_cast<int>(most));
-      load_kernel(combine_kernel<T, false>, static_cast<int>(most));
+      for (const auto kernel :
+           {combine_kernel<T, 0>, combine_kernel<T, 2>, combine_kernel<T, 4>, combine_kernel<T, 16>})
+        load_kernel(kernel, static_cast<int>(most));
     });
   }
 }

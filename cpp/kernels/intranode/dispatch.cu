@@ -10,58 +10,78 @@
 namespace deep_moe::kernels {
 namespace {
 
-// R2, R3: this warp's tokens. False: the block must leave.
-template <bool kTma>
-__device__ bool send_tokens(const WaitScope& scope, const DispatchParams& params, const Target* targets,
-                            bool any_columns, TokenWords words, RowPipe& pipe, char** destinations) {
+// R0: what notify has left, or what peers announce for a call that none precedes. The same result in all threads.
+// kRowsFit: rows move; `route` says where, in the first threads, one a destination. kNone, kFailed: leave. Anything
+// else: no rows, but end the call.
+__device__ __forceinline__ layout::NotifyOutcome begin_call(const DispatchArgs& args, WaitScope* scope,
+                                                            std::uint32_t* trouble, layout::Route* route) {
+  using layout::NotifyOutcome;
+  const int thread = static_cast<int>(threadIdx.x), num_ranks = scope->domain.num_ranks;
+  if (args.cached) {
+    const NotifyOutcome outcome = wait_for_peers(*scope, args.start, trouble);
+    if (outcome != NotifyOutcome::kRowsFit) return outcome;
+    if (thread < num_ranks) *route = find_route(*scope, args.rank_prefix_matrix, thread);
+    return check_places(num_ranks, *route);
+  }
+  const layout::NotifyState& state = scope->state();
+  scope->epoch = ptx::ld_relaxed_gpu(&state.epoch);
+  const std::uint64_t word = ptx::ld_relaxed_gpu(&state.outcome);
+  const bool failed = ptx::ld_relaxed_gpu(&state.failed) != 0;
+  if (thread < num_ranks) *route = scope->domain.words.route(scope->mine(), thread);
+  const bool fits = !failed && layout::has_tag(word, scope->epoch) &&
+                    static_cast<NotifyOutcome>(layout::tagged_count(word)) == NotifyOutcome::kRowsFit;
+  return __syncthreads_and(fits) ? NotifyOutcome::kRowsFit : NotifyOutcome::kNone;
+}
+
+// R2, R3: this warp's units, the first two of which are given. False: the block must leave.
+template <bool kTma, int kPerLane>
+__device__ __forceinline__ bool send_units(const WaitScope& scope, const DispatchParams& params, const Target* targets,
+                                           const ScaleItems& scales, Tickets& tickets, Unit unit, Unit next,
+                                           TokenWords<kPerLane> words, RowPipe& pipe, char** destinations) {
   const DispatchArgs& args = params.args;
   const int lane = threadIdx.x % 32, num_ranks = scope.domain.num_ranks;
-  const ScaleItems scales(params, any_columns);
-  Tickets tickets(scope, args.num_tokens);
-  std::int64_t token = tickets.first();
-  tickets.ask();
-  words.load_scales(args, scales, token);
+  words.load_scales(args, scales, unit);
   bool ok = true;
-  while (ok && token < args.num_tokens) {
-    const std::int64_t next = tickets.receive();
+#pragma unroll 1
+  while (ok && unit.token < args.num_tokens) {
     tickets.ask();
-    TokenWords next_words;
-    next_words.load_positions(args, num_ranks, next);
+    TokenWords<kPerLane> next_words;
+    next_words.load_positions(args, num_ranks, next.token);
     next_words.load_inputs(args, next);
     next_words.load_scales(args, scales, next);
 
     words.place_rows(targets);
     const std::uint64_t mask = words.mask();
 #pragma unroll
-    for (int i = 0; i < TokenWords::kPerLane; ++i) {
+    for (int i = 0; i < kPerLane; ++i) {
       const int dst = lane + 32 * i;
       if (words.position[i] < 0) continue;
       const int place = __popcll(mask & ((std::uint64_t{1} << dst) - 1));
       destinations[place] = targets[dst].x + words.position[i] * args.row_bytes;
     }
     __syncwarp();
-    for (std::uint64_t rest = mask; rest != 0; rest &= rest - 1) {
-      const int dst = __ffsll(static_cast<long long>(rest)) - 1;
-      store_words(params, scales, targets[dst], words, token, words.position_at(dst));
-    }
     if constexpr (kTma) {
-      if (lane == 0) ok = pipe.send(scope, token, next, destinations, __popcll(mask));
+      if (lane == 0) ok = pipe.send(scope, unit, next, destinations, __popcll(mask));
       ok = __shfl_sync(0xffffffffu, ok, 0);
     } else {
-      copy_row(params, token, destinations, __popcll(mask));
-      __syncwarp();
+      copy_unit(params, unit, destinations, __popcll(mask));
     }
-    token = next;
+    for (std::uint64_t rest = unit.is_first_part() ? mask : 0; rest != 0; rest &= rest - 1) {
+      const int dst = __ffsll(static_cast<long long>(rest)) - 1;
+      store_words(params, scales, targets[dst], words, unit.token, words.position_at(dst));
+    }
+    __syncwarp();
+    unit = next;
+    next = Unit(params.units, tickets.receive());
     words = next_words;
   }
   return ok;
 }
 
-template <bool kTma>
+template <bool kTma, int kPerLane>
 __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams& params, char* shared) {
   using layout::NotifyOutcome;
   __shared__ std::uint32_t trouble;
-  __shared__ bool is_last;
   const DispatchArgs& args = params.args;
   const int thread = static_cast<int>(threadIdx.x), rank = domain.rank, num_ranks = domain.num_ranks;
   const int warp = thread / 32, num_warps = static_cast<int>(blockDim.x / 32);
@@ -71,85 +91,73 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
   char** destinations = reinterpret_cast<char**>(shared + parts.destinations) + warp * num_ranks;
   RowPipe pipe(params, shared + static_cast<std::size_t>(warp) * DispatchTuning::kStages * DispatchTuning::kChunkBytes,
                barriers);
+  WaitScope scope{domain, 0};
+  if (args.cached) {
+    scope.epoch = ptx::ld_relaxed_gpu(&scope.state().epoch) + 1;
+    announce_call(scope, args.start, args.num_tokens);
+  }
 
   // R0: behind notify this launch starts early. Rows are there since before notify started; all else waits for its end.
+  Tickets tickets(scope, params.units.count, num_warps);
+  const Unit first(params.units, tickets.first()), second(params.units, tickets.second());
   if constexpr (kTma) {
     if (thread % 32 == 0) {
       for (int i = 0; i < DispatchTuning::kStages; ++i) ptx::mbarrier_init(barriers + i, 1);
       ptx::fence_mbarrier_init();
-      pipe.load_ahead(Tickets::first_of_warp(), args.num_tokens);
+      pipe.load_ahead(first, second);
     }
   }
-  TokenWords words;
-  words.load_inputs(args, Tickets::first_of_warp());
+  TokenWords<kPerLane> words;
+  words.load_inputs(args, first);
   if (!args.cached) ptx::griddepcontrol_wait();
-  words.load_positions(args, num_ranks, Tickets::first_of_warp());
-  layout::NotifyState& state = domain.words.state(domain.workspaces[rank]);
-  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + (args.cached ? 1 : 0)};
+  words.load_positions(args, num_ranks, first.token);
+  layout::Route route;
+  const NotifyOutcome outcome = begin_call(args, &scope, &trouble, &route);
   const auto leave =
       [&] {  // not before what was loaded has come: the copy engine would write to another block's memory
         if constexpr (kTma) {
           if (thread % 32 == 0) pipe.drain(scope);
         }
       };
-  NotifyOutcome outcome;
-  if (args.cached) {
-    outcome = open_call(scope, args.start, args.num_tokens, &trouble);
-    if (outcome == NotifyOutcome::kRowsFit) outcome = check_places(scope, args.rank_prefix_matrix);
-  } else {
-    const std::uint64_t word = ptx::ld_relaxed_gpu(&state.outcome);
-    outcome = static_cast<NotifyOutcome>(layout::tagged_count(word));
-    const bool stale = !layout::has_tag(word, scope.epoch) || ptx::ld_relaxed_gpu(&state.failed) != 0;
-    if (__syncthreads_or(stale || outcome != NotifyOutcome::kRowsFit)) return leave();
-  }
-  if (outcome == NotifyOutcome::kFailed) {
-    if (args.cached && thread == 0)
-      tell_host(args.start.sequence, &domain.host_words.outcome(domain.host), static_cast<std::uint32_t>(outcome));
-    return leave();
-  }
 
-  if (outcome == NotifyOutcome::kRowsFit) {
+  const bool rows_move = outcome == NotifyOutcome::kRowsFit;
+  if (rows_move) {
     // R1.
     bool ok = true, columns = false;
     if (thread < num_ranks) {
-      ok = aim(scope, params, thread, targets + thread);
+      ok = aim(scope, params, thread, route, targets + thread);
       columns = targets[thread].column_scales != 0;
     }
-    if (!__syncthreads_and(ok)) return leave();
     const bool any_columns = __syncthreads_or(columns);
+    if (!__syncthreads_and(ok)) return leave();
 
-    ok = send_tokens<kTma>(scope, params, targets, any_columns, words, pipe, destinations);
+    const ScaleItems scales(params, any_columns);
+    ok = send_units<kTma>(scope, params, targets, scales, tickets, first, second, words, pipe, destinations);
     fill_tail(params, targets[rank]);
     if constexpr (kTma) ptx::bulk_wait_group<0>();  // R5: each issuing lane's rows are written
     if (!__syncthreads_and(ok)) return leave();
   } else {
     leave();
+    if (args.cached && outcome == NotifyOutcome::kFailed && thread == 0)
+      tell_host(args.start.sequence, &domain.host_words.outcome(domain.host), static_cast<std::uint32_t>(outcome));
+    if (outcome == NotifyOutcome::kNone || outcome == NotifyOutcome::kFailed) return;
   }
 
-  // R5: the last block tells every peer, and waits for all of them.
-  if (!last_to_finish(scope, &is_last)) return;
-  bool ok = true;
-  if (outcome == NotifyOutcome::kRowsFit && thread < num_ranks) {
-    ptx::st_release_sys(domain.words.rows_done(domain.workspaces[thread], rank), layout::pack_count(scope.epoch, 1));
-    const std::uint64_t* word = domain.words.rows_done(scope.mine(), thread);
-    std::uint64_t seen;
-    ok = wait_until(
-        scope, layout::WaitPhase::kRowsDone, thread, layout::pack_count(scope.epoch, 1),
-        [&] { return ptx::ld_acquire_sys(word); },
-        [&](std::uint64_t value) { return layout::unpack_count(value, scope.epoch) >= 1; }, &seen);
-  }
-  ok = __syncthreads_and(ok);
+  // R5: every block tells every peer; the first one waits for all of theirs.
+  post_block_done(scope, !rows_move);
+  if (blockIdx.x != 0) return;
+  const bool ok = wait_for_blocks(scope, layout::WaitPhase::kRowsDone, !rows_move);
   if (args.cached && thread == 0) finish(scope, args.start.sequence, ok ? outcome : NotifyOutcome::kFailed);
 }
 
-template <bool kTma>
+template <bool kTma, int kPerLane>
 __global__ void __launch_bounds__(32 * DispatchTuning::num_warps(kTma), 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) char dynamic_shared[];
-  if constexpr (!kTma || ptx::kHasTma) dispatch_block<kTma>(domain, params, dynamic_shared);
+  if constexpr (!kTma || ptx::kHasTma) dispatch_block<kTma, kPerLane>(domain, params, dynamic_shared);
 }
 
-DispatchParams derive(const DispatchArgs& args) {
+DispatchParams derive(const DispatchArgs& args, int num_warps) {
   DispatchParams params;
   params.args = args;
   params.args.start.hash = layout::signature_hash(args.start.signature);
@@ -163,9 +171,7 @@ DispatchParams derive(const DispatchArgs& args) {
   const std::int64_t chunks = std::max<std::int64_t>(1, (vectors + most - 1) / most);
   const std::int64_t per_chunk = std::max<std::int64_t>(1, (vectors + chunks - 1) / chunks);
   params.chunk_bytes = static_cast<int>(16 * per_chunk);
-  params.num_chunks = static_cast<int>((vectors + per_chunk - 1) / per_chunk);
-  params.x_alignment =
-      common_alignment(reinterpret_cast<std::uintptr_t>(args.x) | static_cast<std::uint64_t>(args.row_stride));
+  params.units = Units(args.num_tokens, static_cast<int>((vectors + per_chunk - 1) / per_chunk), num_warps);
   const ScaleRows& scales = args.scales;
   if (scales.num_items == 1 || scales.item_stride == scales.item_bytes) {
     params.wide_item_bytes =
@@ -203,27 +209,35 @@ void check(const DeviceDomain& domain, const DispatchArgs& args) {
 
 void dispatch(const DeviceDomain& domain, DispatchArgs args, Stream stream) {
   check(domain, args);
-  const DispatchParams params = derive(args);
-  const bool tma = params.x_alignment == 16 && !args.use_vector_path && has_copy_engine();
-  const int num_warps = DispatchTuning::num_warps(tma);
+  const int x_alignment =
+      common_alignment(reinterpret_cast<std::uintptr_t>(args.x) | static_cast<std::uint64_t>(args.row_stride));
+  const bool tma = x_alignment == 16 && !args.use_vector_path && has_copy_engine();
+  const int num_warps = DispatchTuning::num_warps(tma), num_blocks = std::min(args.num_sms, layout::kMaxRowBlocks);
+  DispatchParams params = derive(args, num_warps * num_blocks);
+  params.x_alignment = x_alignment;
   // Behind notify: may start while notify still waits for its peers, which needs no room of this launch.
-  launch(tma ? dispatch_kernel<true> : dispatch_kernel<false>, args.num_sms, num_warps,
-         DispatchShared(tma, num_warps, domain.num_ranks).total, stream, !args.cached, "launch of dispatch", domain,
-         params);
+  const bool one_a_lane = domain.num_ranks <= 32 && args.ids.topk <= 32 && params.num_scale_items() <= 32;
+  const auto kernel = tma          ? one_a_lane ? dispatch_kernel<true, 1> : dispatch_kernel<true, 2>
+                      : one_a_lane ? dispatch_kernel<false, 1>
+                                   : dispatch_kernel<false, 2>;
+  launch(kernel, num_blocks, num_warps, DispatchShared(tma, num_warps, domain.num_ranks).total, stream, !args.cached,
+         "launch of dispatch", domain, params);
 }
 
 void prepare_dispatch() {
   const auto most = [](bool tma) {
     return static_cast<int>(DispatchShared(tma, DispatchTuning::num_warps(tma), layout::kMaxKernelRanks).total);
   };
-  load_kernel(dispatch_kernel<true>, most(true));
-  load_kernel(dispatch_kernel<false>, most(false));
+  load_kernel(dispatch_kernel<true, 1>, most(true));
+  load_kernel(dispatch_kernel<true, 2>, most(true));
+  load_kernel(dispatch_kernel<false, 1>, most(false));
+  load_kernel(dispatch_kernel<false, 2>, most(false));
 }
 
 // The code of this build for the chip at hand, which may be of an older kind than the chip.
 int loaded_code_version() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, dispatch_kernel<true>), "loading a kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, dispatch_kernel<true, 1>), "loading a kernel");
   return std::min(attributes.ptxVersion, attributes.binaryVersion);
 }
 

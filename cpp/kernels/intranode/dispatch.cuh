@@ -18,10 +18,15 @@ namespace deep_moe::kernels {
 struct DispatchParams {
   DispatchArgs args;
   layout::RowFormat format;
+  Units units;
   int chunk_bytes = 16;  // of a row, but for its last chunk
-  int num_chunks = 1;
   int x_alignment = 16;
   int wide_item_bytes = 0;  // size of the items as which scales without gaps may travel, if no receiver wants columns
+
+  // Of a row, as they travel without columns.
+  std::int64_t num_scale_items() const {
+    return wide_item_bytes > args.scales.item_bytes ? format.scale_bytes / wide_item_bytes : args.scales.num_items;
+  }
 };
 
 // Where one destination takes rows.
@@ -53,35 +58,45 @@ struct DispatchShared {
   }
 };
 
-// R1: from counts and places to addresses, for one destination. False: its segment has no address here.
-__device__ __forceinline__ bool aim(const WaitScope& scope, const DispatchParams& params, int dst, Target* target) {
-  const DispatchArgs& args = params.args;
+// What a handle's matrix and a peer's announcement say of one destination; behind notify its last block has written it.
+__device__ __forceinline__ layout::Route find_route(const WaitScope& scope, const std::int32_t* prefix, int dst) {
   const int rank = scope.domain.rank, num_ranks = scope.domain.num_ranks;
-  const std::int32_t* prefix = args.rank_prefix_matrix;
-  const layout::Place place = announcement(scope, dst).place;
+  layout::Route route;
+  route.place = announcement(scope, dst).place;
+  route.first_row = rank > 0 ? prefix[(rank - 1) * num_ranks + dst] : 0;
+  route.end_row = prefix[rank * num_ranks + dst];
+  route.total_rows = prefix[(num_ranks - 1) * num_ranks + dst];
+  return route;
+}
+
+// R1: from a route to addresses, for one destination. False: its segment has no address here.
+__device__ __forceinline__ bool aim(const WaitScope& scope, const DispatchParams& params, int dst,
+                                    const layout::Route& route, Target* target) {
+  const DispatchArgs& args = params.args;
+  const layout::Place& place = route.place;
   const bool is_window = (place.flags & layout::kPlaceWindow) != 0, is_hard = (place.flags & layout::kPlaceHard) != 0;
   // Rows in the order of the destination's block: ours from `first` to `end`.
   const std::int64_t skipped = is_window ? place.first_row : 0;
-  const std::int64_t total_rows = prefix[(num_ranks - 1) * num_ranks + dst] - skipped;
-  const std::int64_t first = (rank > 0 ? prefix[(rank - 1) * num_ranks + dst] : 0) - skipped;
-  const std::int64_t end = prefix[rank * num_ranks + dst] - skipped;
+  const std::int64_t first = route.first_row - skipped, end = route.end_row - skipped;
+  const std::int64_t total_rows = route.total_rows - skipped;
   *target = Target{};
   target->first_row = static_cast<std::int32_t>(first);
   target->num_rows = is_window ? static_cast<std::int32_t>(min(place.capacity, std::int64_t{INT32_MAX})) : INT32_MAX;
   if (args.ids.topk > 0) {
-    const layout::ExpertBlocks experts(args.num_experts, num_ranks);
+    const layout::ExpertBlocks experts(args.num_experts, scope.domain.num_ranks);
     target->first_expert = experts.first_expert(dst);
     target->num_local_experts = experts.num_local_experts(dst);
   }
   target->column_scales = (place.flags & layout::kPlaceColumnScales) != 0;
   target->block_rows = is_hard || is_window ? place.capacity : total_rows;
   target->filled_rows = is_hard ? min(max(total_rows, std::int64_t{0}), place.capacity) : target->block_rows;
-  const bool has_tail = dst == rank && target->filled_rows < target->block_rows;
+  const bool has_tail = dst == scope.domain.rank && target->filled_rows < target->block_rows;
   const bool sends = max(first, std::int64_t{0}) < min(end, std::int64_t{target->num_rows});
   if (!sends && !has_tail) return true;
 
   const layout::RecvBlock block(params.format, target->block_rows);
-  char* base = place_address(scope, args.segment_bases, dst, place);
+  char* base = route.base != 0 ? reinterpret_cast<char*>(route.base) + place.offset
+                               : place_address(scope, args.segment_bases, dst, place);
   if (base == nullptr) return false;
   target->x = base + block.x;
   target->scales = base + block.scales;
@@ -91,16 +106,14 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const DispatchParams
   return true;
 }
 
-// Whether the places of a cached dispatch hold the rows that its handle promises. A window takes what fits.
-__device__ __forceinline__ layout::NotifyOutcome check_places(const WaitScope& scope, const std::int32_t* prefix) {
+// Whether the places of a cached dispatch hold the rows that its handle promises. A window takes what fits. `route` in
+// the first threads, one a destination.
+__device__ __forceinline__ layout::NotifyOutcome check_places(int num_ranks, const layout::Route& route) {
   using layout::NotifyOutcome;
-  const int num_ranks = scope.domain.num_ranks, dst = static_cast<int>(threadIdx.x);
-  bool too_small = false, hard = false;
-  if (dst < num_ranks) {
-    const layout::Place& place = announcement(scope, dst).place;
-    too_small = prefix[(num_ranks - 1) * num_ranks + dst] > place.capacity && (place.flags & layout::kPlaceWindow) == 0;
-    hard = too_small && (place.flags & layout::kPlaceHard);
-  }
+  const layout::Place& place = route.place;
+  const bool too_small = static_cast<int>(threadIdx.x) < num_ranks && route.total_rows > place.capacity &&
+                         (place.flags & layout::kPlaceWindow) == 0;
+  const bool hard = too_small && (place.flags & layout::kPlaceHard);
   if (__syncthreads_or(hard)) return NotifyOutcome::kTooSmallHard;
   return __syncthreads_or(too_small) ? NotifyOutcome::kTooSmall : NotifyOutcome::kRowsFit;
 }
@@ -132,22 +145,24 @@ struct ScaleItems {
   }
 };
 
-// What a warp has read of a token ahead of sending it, two entries a lane.
+// What a warp has read of a token ahead of sending it, up to two entries a lane.
+static_assert(layout::kMaxTopk <= 32 * 2 && layout::kMaxKernelRanks <= 32 * 2);
+template <int kPerLane>
 struct TokenWords {
-  static constexpr int kPerLane = 2;
-  static_assert(layout::kMaxTopk <= 32 * kPerLane && layout::kMaxKernelRanks <= 32 * kPerLane);
   std::int32_t position[kPerLane];
   std::int64_t id[kPerLane];
   float weight[kPerLane];
   std::uint64_t scale[kPerLane];
 
-  // What is there before notify; then what notify has written; then scales.
-  __device__ void load_inputs(const DispatchArgs& args, std::int64_t token) {
+  // What is there before notify; then what notify has written; then scales. What goes with a token goes with the first
+  // part of its row.
+  __device__ void load_inputs(const DispatchArgs& args, const Unit& unit) {
+    const std::int64_t token = unit.token;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int n = threadIdx.x % 32 + 32 * i;
       id[i] = -1, weight[i] = 0;
-      if (token >= args.num_tokens || n >= args.ids.topk) continue;
+      if (token >= args.num_tokens || n >= args.ids.topk || !unit.is_first_part()) continue;
       const std::int64_t at = token * args.ids.row_stride + n;
       id[i] = args.ids.id_bytes == 8 ? static_cast<const std::int64_t*>(args.ids.data)[at]
                                      : static_cast<const std::int32_t*>(args.ids.data)[at];
@@ -162,11 +177,12 @@ struct TokenWords {
           token < args.num_tokens && n < num_ranks ? args.send_position[token * num_ranks + n] : std::int32_t{-1};
     }
   }
-  __device__ void load_scales(const DispatchArgs& args, const ScaleItems& scales, std::int64_t token) {
+  __device__ void load_scales(const DispatchArgs& args, const ScaleItems& scales, const Unit& unit) {
+    const bool wanted = unit.token < args.num_tokens && unit.is_first_part();
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int n = threadIdx.x % 32 + 32 * i;
-      scale[i] = token < args.num_tokens && n < scales.num_items ? scales.load(token, n) : 0;
+      scale[i] = wanted && n < scales.num_items ? scales.load(unit.token, n) : 0;
     }
   }
   // From positions among this rank's rows to indices in the destinations' blocks; -1 where the row is not taken.
@@ -181,23 +197,25 @@ struct TokenWords {
   }
   // The destinations as bits.
   __device__ std::uint64_t mask() const {
-    return __ballot_sync(0xffffffffu, position[0] >= 0) |
-           static_cast<std::uint64_t>(__ballot_sync(0xffffffffu, position[1] >= 0)) << 32;
+    std::uint64_t mask = __ballot_sync(0xffffffffu, position[0] >= 0);
+    if constexpr (kPerLane > 1) mask |= std::uint64_t{__ballot_sync(0xffffffffu, position[1] >= 0)} << 32;
+    return mask;
   }
   __device__ std::int32_t position_at(int rank) const {
-    return __shfl_sync(0xffffffffu, rank < 32 ? position[0] : position[1], rank % 32);
+    return __shfl_sync(0xffffffffu, kPerLane == 1 || rank < 32 ? position[0] : position[kPerLane - 1], rank % 32);
   }
 };
 
 // R3: all of a token but its row, to one destination. The whole warp.
+template <int kPerLane>
 __device__ __forceinline__ void store_words(const DispatchParams& params, const ScaleItems& scales,
-                                            const Target& target, const TokenWords& words, std::int64_t token,
+                                            const Target& target, const TokenWords<kPerLane>& words, std::int64_t token,
                                             std::int64_t row) {
   const DispatchArgs& args = params.args;
   const int lane = threadIdx.x % 32, topk = args.ids.topk;
   if (lane == 0) target.src_idx[row] = static_cast<std::int32_t>(token);
 #pragma unroll
-  for (int i = 0; i < TokenWords::kPerLane; ++i) {
+  for (int i = 0; i < kPerLane; ++i) {
     const int n = lane + 32 * i;
     if (n < topk) {
       const std::int64_t local = words.id[i] - target.first_expert;
@@ -212,7 +230,8 @@ __device__ __forceinline__ void store_words(const DispatchParams& params, const 
     }
     if (n < scales.num_items) scales.store(target, row, params.format.scale_bytes, n, words.scale[i]);
   }
-  for (int n = lane + 32 * TokenWords::kPerLane; n < scales.num_items; n += 32)
+#pragma unroll 1
+  for (int n = lane + 32 * kPerLane; n < scales.num_items; n += 32)
     scales.store(target, row, params.format.scale_bytes, n, scales.load(token, n));
 }
 
@@ -223,39 +242,42 @@ class RowPipe {
       : params_(params), stages_(stages), barriers_(barriers) {}
 
   // Loads as far ahead as the ring allows: the rest of `current`, then `next`.
-  __device__ void load_ahead(std::int64_t current, std::int64_t next) {
+  __device__ void load_ahead(const Unit& current, const Unit& next) {
     const DispatchArgs& args = params_.args;
+#pragma unroll 1
     while (loaded_ - stored_ < DispatchTuning::kStages - 1) {
-      const bool of_next = ahead_ >= params_.num_chunks;
-      const std::int64_t token = of_next ? next : current;
-      const int chunk = of_next ? ahead_ - params_.num_chunks : ahead_;
-      if (chunk >= params_.num_chunks || token >= args.num_tokens) return;
+      const bool of_next = ahead_ >= current.num_chunks();
+      const Unit unit = of_next ? next : current;
+      const int chunk = unit.first_chunk + (of_next ? ahead_ - current.num_chunks() : ahead_);
+      if (chunk >= unit.end_chunk) return;
       const int stage = static_cast<int>(loaded_ % DispatchTuning::kStages);
-      const std::int64_t offset = static_cast<std::int64_t>(chunk) * params_.chunk_bytes;
       ptx::mbarrier_arrive_expect_tx(barriers_ + stage, bytes_of(chunk));
-      ptx::bulk_load(stage_at(stage), static_cast<const char*>(args.x) + token * args.row_stride + offset,
+      ptx::bulk_load(stage_at(stage),
+                     static_cast<const char*>(args.x) + unit.token * args.row_stride + offset_of(chunk),
                      bytes_of(chunk), barriers_ + stage);
       ++loaded_, ++ahead_;
     }
   }
 
-  // Stores the row of `current` at all destinations. False: the block must leave.
-  __device__ bool send(const WaitScope& scope, std::int64_t current, std::int64_t next, char* const* destinations,
+  // Stores `current` at all destinations. Not `live`: goes through the motions for its first chunk. False: the block
+  // must leave.
+  __device__ bool send(const WaitScope& scope, const Unit& current, const Unit& next, char* const* destinations,
                        int num_destinations) {
     load_ahead(current, next);
-    for (int chunk = 0; chunk < params_.num_chunks; ++chunk) {
+#pragma unroll 1
+    for (int chunk = current.first_chunk; chunk < current.end_chunk; ++chunk) {
       if (!wait(scope)) return false;
       const int stage = static_cast<int>(stored_ % DispatchTuning::kStages);
-      const std::int64_t offset = static_cast<std::int64_t>(chunk) * params_.chunk_bytes;
+#pragma unroll 1
       for (int i = 0; i < num_destinations; ++i)
-        ptx::bulk_store(destinations[i] + offset, stage_at(stage), bytes_of(chunk));
+        ptx::bulk_store(destinations[i] + offset_of(chunk), stage_at(stage), bytes_of(chunk));
       ptx::bulk_commit_group();
       ++stored_;
       // The group before this one has let go of its chunk, which the next load fills.
       ptx::bulk_wait_group_read<1>();
       load_ahead(current, next);
     }
-    ahead_ -= params_.num_chunks;
+    ahead_ -= current.num_chunks();
     return true;
   }
 
@@ -269,13 +291,10 @@ class RowPipe {
   __device__ bool wait(const WaitScope& scope) const {
     std::uint64_t* barrier = barriers_ + stored_ % DispatchTuning::kStages;
     const std::uint32_t parity = stored_ / DispatchTuning::kStages % 2;
-    std::uint64_t seen;
-    return wait_until(
-        scope, layout::WaitPhase::kRowLoad, scope.domain.rank, 1,
-        [&] { return std::uint64_t{ptx::mbarrier_try_wait_acquire_cta(barrier, parity)}; },
-        [](std::uint64_t complete) { return complete != 0; }, &seen);
+    return ptx::mbarrier_try_wait_acquire_cta(barrier, parity) || wait_longer_for_load(scope, barrier, parity);
   }
   __device__ char* stage_at(int stage) const { return stages_ + stage * DispatchTuning::kChunkBytes; }
+  __device__ std::int64_t offset_of(int chunk) const { return static_cast<std::int64_t>(chunk) * params_.chunk_bytes; }
   __device__ std::uint32_t bytes_of(int chunk) const {
     return static_cast<std::uint32_t>(
         min(static_cast<std::int64_t>(params_.chunk_bytes),
@@ -286,24 +305,25 @@ class RowPipe {
   char* stages_;
   std::uint64_t* barriers_;
   std::uint32_t loaded_ = 0, stored_ = 0;  // chunks
-  int ahead_ = 0;                          // chunks loaded, from the first of the current token
+  int ahead_ = 0;                          // chunks loaded, from the first of the current unit
 };
 
 // R2 without it: the whole warp, through registers.
-__device__ __forceinline__ void copy_row(const DispatchParams& params, std::int64_t token, char* const* destinations,
-                                         int num_destinations) {
+__device__ __forceinline__ void copy_unit(const DispatchParams& params, const Unit& unit, char* const* destinations,
+                                          int num_destinations) {
   constexpr int kBatch = DispatchTuning::kVectorsInFlight, kStep = 32 * 16;
-  const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
-  const std::int64_t row_bytes = params.args.row_bytes;
-  for (std::int64_t first = (threadIdx.x % 32) * 16; first < row_bytes; first += kBatch * kStep) {
+  const char* row = static_cast<const char*>(params.args.x) + unit.token * params.args.row_stride;
+  const std::int64_t end = min(params.args.row_bytes, static_cast<std::int64_t>(unit.end_chunk) * params.chunk_bytes);
+  for (std::int64_t first = static_cast<std::int64_t>(unit.first_chunk) * params.chunk_bytes + (threadIdx.x % 32) * 16;
+       first < end; first += kBatch * kStep) {
     uint4 vectors[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i)
-      if (first + i * kStep < row_bytes) vectors[i] = load_16(row + first + i * kStep, params.x_alignment);
+      if (first + i * kStep < end) vectors[i] = load_16(row + first + i * kStep, params.x_alignment);
     for (int d = 0; d < num_destinations; ++d) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        if (first + i * kStep < row_bytes) ptx::st_weak_16(destinations[d] + first + i * kStep, vectors[i]);
+        if (first + i * kStep < end) ptx::st_weak_16(destinations[d] + first + i * kStep, vectors[i]);
     }
   }
 }

@@ -16,14 +16,14 @@ namespace {
 // out.
 template <typename Id>
 __global__ void __launch_bounds__(NotifyTuning::kThreads)
-    layout_kernel(const __grid_constant__ LayoutArgs args, int num_ranks, std::uint64_t* sums) {
+    layout_kernel(const __grid_constant__ LayoutArgs args, const __grid_constant__ Owners owners, std::uint64_t* sums) {
   extern __shared__ std::uint32_t expert_counts[];
   __shared__ WarpCounts warp_counts;
-  const layout::ExpertBlocks experts(args.num_experts, num_ranks);
+  const int num_ranks = owners.blocks.num_ranks;
   const int block = static_cast<int>(blockIdx.x);
   const TokenRange range(args.ids.num_tokens, block, static_cast<int>(gridDim.x));
 
-  count_tokens(RouteByIds<Id>{args.ids, experts}, experts, block, range, expert_counts, warp_counts,
+  count_tokens(RouteByIds<Id>{args.ids, owners}, owners.blocks, block, range, expert_counts, warp_counts,
                [&](int, std::int64_t t, std::uint64_t mask) {
                  if (t >= range.end) return;
                  for (int r = 0; r < num_ranks; ++r) args.is_token_in_rank[t * num_ranks + r] = (mask >> r) & 1;
@@ -83,8 +83,8 @@ void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Str
   const std::size_t shared = sizeof(std::uint32_t) * static_cast<std::size_t>(args.num_experts);
   std::uint64_t* sums = domain.words.layout_sums(domain.workspaces[domain.rank]);
   with_id_type(args.ids.id_bytes, [&](auto id) {
-    layout_kernel<decltype(id)>
-        <<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(args, domain.num_ranks, sums);
+    layout_kernel<decltype(id)><<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(
+        args, Owners(args.num_experts, domain.num_ranks), sums);
   });
   check_cuda(cudaGetLastError(), "launch of get_dispatch_layout");
 }

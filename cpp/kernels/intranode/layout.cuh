@@ -13,6 +13,33 @@ namespace deep_moe::kernels {
 inline constexpr unsigned kFullWarp = 0xffffffffu;
 inline constexpr int kRanksPerLane = layout::kMaxKernelRanks / 32;
 
+// Experts and their owners, with the owner found by multiplication: x / d is x * ceil(2^31 / d) / 2^31 for all x and d
+// up to 2^15. Made by the host.
+struct Owners {
+  static_assert(layout::kMaxExperts <= 1 << 15);
+  layout::ExpertBlocks blocks;
+  int split;  // experts before it lie in blocks of base + 1
+  std::uint32_t long_factor, short_factor;
+
+  Owners(int num_experts, int num_ranks)
+      : blocks(num_experts, num_ranks),
+        split(blocks.extra * (blocks.base + 1)),
+        long_factor(factor(blocks.base + 1)),
+        short_factor(blocks.base > 0 ? factor(blocks.base) : 0) {}
+  __device__ __forceinline__ int rank_of(int expert_idx) const {
+    const bool is_long = expert_idx < split;
+    const std::uint32_t in_part = static_cast<std::uint32_t>(is_long ? expert_idx : expert_idx - split);
+    const int blocks_before = static_cast<int>(std::uint64_t{in_part} * (is_long ? long_factor : short_factor) >> 31);
+    return is_long ? blocks_before : blocks.extra + blocks_before;
+  }
+
+ private:
+  static std::uint32_t factor(int divisor) {
+    const std::uint32_t d = static_cast<std::uint32_t>(divisor);
+    return ((1u << 31) + d - 1) / d;
+  }
+};
+
 // One block's counts of rows by rank, warp by warp; two sets, so that one barrier a chunk is enough.
 using WarpCounts = std::uint32_t[2][NotifyTuning::kWarps][layout::kMaxKernelRanks];
 
@@ -54,7 +81,7 @@ __device__ __forceinline__ void load_ids_aligned(const Id* row, Id (&ids)[Notify
 // The ranks that token `t` goes to, as bits. With kCount every id in range is added to `expert_counts` (shared) as
 // well.
 template <typename Id, bool kCount>
-__device__ std::uint64_t rank_mask(const TopkIds& args, const layout::ExpertBlocks& experts, std::int64_t t,
+__device__ std::uint64_t rank_mask(const TopkIds& args, const Owners& owners, std::int64_t t,
                                    std::uint32_t* expert_counts) {
   constexpr int kBatch = NotifyTuning::kIdsInFlight;
   using Unsigned = std::make_unsigned_t<Id>;
@@ -71,9 +98,9 @@ __device__ std::uint64_t rank_mask(const TopkIds& args, const layout::ExpertBloc
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (static_cast<Unsigned>(ids[i]) >= static_cast<Unsigned>(experts.num_experts)) continue;
+      if (static_cast<Unsigned>(ids[i]) >= static_cast<Unsigned>(owners.blocks.num_experts)) continue;
       const int expert_idx = static_cast<int>(ids[i]);
-      mask |= std::uint64_t{1} << experts.rank_of(expert_idx);
+      mask |= std::uint64_t{1} << owners.rank_of(expert_idx);
       if constexpr (kCount) atomicAdd(expert_counts + expert_idx, 1u);
     }
   }
@@ -83,6 +110,7 @@ __device__ std::uint64_t rank_mask(const TopkIds& args, const layout::ExpertBloc
 // Adds this warp's rows for rank `lane` and rank `lane + 32` to `counts`.
 __device__ __forceinline__ void count_ranks(std::uint64_t mask, int num_ranks, std::uint32_t (&counts)[kRanksPerLane]) {
   const int lane = threadIdx.x % 32;
+#pragma unroll 2
   for (int r = 0; r < num_ranks; ++r) {
     const std::uint32_t rows = __popc(__ballot_sync(kFullWarp, (mask >> r) & 1));
     if (lane == r % 32) counts[0] += r < 32 ? rows : 0, counts[1] += r < 32 ? 0 : rows;
@@ -109,12 +137,12 @@ __device__ __forceinline__ std::uint32_t sum_warps(
 template <typename Id>
 struct RouteByIds {
   const TopkIds& ids;
-  const layout::ExpertBlocks& experts;
+  const Owners& owners;
 
   // The ranks of token `t`; with kCount its entries are added to `expert_counts` (shared).
   template <bool kCount>
   __device__ std::uint64_t ranks(std::int64_t t, std::uint32_t* expert_counts) const {
-    return rank_mask<Id, kCount>(ids, experts, t, expert_counts);
+    return rank_mask<Id, kCount>(ids, owners, t, expert_counts);
   }
   // What the block's sum for an expert starts from.
   __device__ std::uint32_t first_count(int, int) const { return 0; }

@@ -16,19 +16,19 @@ namespace {
 // Blocks 0 .. n - 2 read ids, or the mask in their place, in order of tokens; the last one gathers.
 template <typename Id>
 __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
-    notify_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ NotifyArgs args) {
+    notify_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ NotifyArgs args,
+                  const __grid_constant__ Owners owners) {
   extern __shared__ std::uint32_t dynamic_shared[];
   __shared__ NotifyShared shared;
   ptx::griddepcontrol_launch_dependents();  // dispatch waits for the end of this kernel where it needs it
   const int num_blocks = static_cast<int>(gridDim.x) - 1, block = static_cast<int>(blockIdx.x);
-  if (block == num_blocks) return gather_block(domain, args, dynamic_shared);
-  const layout::ExpertBlocks experts(args.num_experts, domain.num_ranks);
+  if (block == num_blocks) return gather_block(domain, args, owners.blocks, dynamic_shared);
   if constexpr (std::is_void_v<Id>) {
     const RouteByMask route{args.token_in_rank, args.expert_counts, domain.num_ranks};
-    layout_block(domain, args, route, experts, block, num_blocks, dynamic_shared, shared);
+    layout_block(domain, args, route, owners, block, num_blocks, dynamic_shared, shared);
   } else {
-    const RouteByIds<Id> route{args.ids, experts};
-    layout_block(domain, args, route, experts, block, num_blocks, dynamic_shared, shared);
+    const RouteByIds<Id> route{args.ids, owners};
+    layout_block(domain, args, route, owners, block, num_blocks, dynamic_shared, shared);
   }
 }
 
@@ -91,7 +91,8 @@ void notify(const DeviceDomain& domain, NotifyArgs args, Stream stream) {
   const dim3 grid(static_cast<unsigned>(num_layout_blocks(args.ids.num_tokens, args.num_blocks) + 1));
   const std::size_t shared = notify_dynamic_bytes(args.num_experts, domain.num_ranks);
   const auto start = [&](auto* kernel) {
-    kernel<<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(domain, args);
+    kernel<<<grid, NotifyTuning::kThreads, shared, static_cast<cudaStream_t>(stream)>>>(
+        domain, args, Owners(args.num_experts, domain.num_ranks));
   };
   if (by_mask) {
     start(notify_kernel<void>);

@@ -27,9 +27,9 @@ inline std::size_t notify_dynamic_bytes(int num_experts, int num_ranks) {
 
 // L3: adds the block's counts to the rank's sums. Who adds last posts the total to the expert's owner and clears the
 // sum.
-__device__ __forceinline__ void post_expert_counts(const WaitScope& scope, const NotifyArgs& args,
-                                                   const layout::ExpertBlocks& experts,
+__device__ __forceinline__ void post_expert_counts(const WaitScope& scope, const NotifyArgs& args, const Owners& owners,
                                                    const std::uint32_t* expert_counts, int num_blocks) {
+  const layout::ExpertBlocks& experts = owners.blocks;
   constexpr int kThreads = NotifyTuning::kThreads, kBatch = NotifyTuning::kSumsInFlight;
   const DeviceDomain& domain = scope.domain;
   std::uint64_t* sums = domain.words.expert_sums(scope.mine());
@@ -47,7 +47,7 @@ __device__ __forceinline__ void post_expert_counts(const WaitScope& scope, const
       if (e >= experts.num_experts || layout::arrivals(before[i]) != static_cast<std::uint32_t>(num_blocks - 1))
         continue;
       const std::uint32_t total = layout::tagged_count(before[i]) + expert_counts[e];
-      const int owner = experts.rank_of(e);
+      const int owner = owners.rank_of(e);
       std::uint64_t* words = domain.words.expert_words(domain.workspaces[owner], scope.epoch, domain.rank);
       ptx::st_relaxed_sys(words + (e - experts.first_expert(owner)), layout::tag_count(scope.epoch, total));
       sums[e] = 0;
@@ -107,6 +107,7 @@ __device__ void write_positions(const NotifyArgs& args, const Route& route, int 
       base[i] += sum_warps(warp_counts, lane + 32 * i, NotifyTuning::kWarps);
     }
 
+#pragma unroll 2
     for (int r = 0; r < num_ranks; ++r) {
       const bool goes = (mask >> r) & 1;
       const std::uint32_t rows_before = __popc(__ballot_sync(kFullWarp, goes) & lower_lanes);
@@ -121,8 +122,8 @@ __device__ void write_positions(const NotifyArgs& args, const Route& route, int 
 // A block that reads ids. `block` of `num_blocks`; it waits for no block but lower ones, and for no peer.
 template <typename Route>
 __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args, const Route& route,
-                             const layout::ExpertBlocks& experts, int block, int num_blocks,
-                             std::uint32_t* expert_counts, NotifyShared& shared) {
+                             const Owners& owners, int block, int num_blocks, std::uint32_t* expert_counts,
+                             NotifyShared& shared) {
   const int rank = domain.rank, num_ranks = domain.num_ranks;
   layout::NotifyState& state = domain.words.state(domain.workspaces[rank]);
   const std::uint32_t failed = ptx::ld_relaxed_gpu(&state.failed);
@@ -130,7 +131,7 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
   const TokenRange range(args.ids.num_tokens, block, num_blocks);
 
   // L1: count.
-  count_tokens(route, experts, block, range, expert_counts, shared.warp_counts,
+  count_tokens(route, owners.blocks, block, range, expert_counts, shared.warp_counts,
                [&](int chunk, std::int64_t, std::uint64_t mask) {
                  if (chunk < NotifyTuning::kKeptChunks) shared.masks[chunk][threadIdx.x] = mask;
                });
@@ -143,7 +144,7 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
     ptx::st_relaxed_gpu(domain.words.block_words(scope.mine(), block) + threadIdx.x,
                         layout::tag_count(scope.epoch, rows));
   }
-  post_expert_counts(scope, args, experts, expert_counts, num_blocks);
+  post_expert_counts(scope, args, owners, expert_counts, num_blocks);
   if (!__syncthreads_and(wait_for_lower_blocks(scope, block, shared.first_row))) return;
 
   // L5: the last block knows this rank's rows for every rank, and tells every rank.
@@ -199,16 +200,22 @@ __device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_lo
   return true;
 }
 
-// G4: prefix sums for this thread's destination; returns the rows it receives from all sources.
-__device__ __forceinline__ std::uint32_t write_prefix(const NotifyArgs& args, int num_ranks, int dst,
-                                                      const std::uint32_t* matrix) {
+// G4: prefix sums for this thread's destination, and what a dispatch behind this launch needs of it.
+__device__ __forceinline__ std::uint32_t write_prefix(const DeviceDomain& domain, const NotifyArgs& args, int dst,
+                                                      const std::uint32_t* matrix, layout::Route route) {
+  const int num_ranks = domain.num_ranks;
   std::uint32_t rows = 0;
+#pragma unroll 1
   for (int src = 0; src < num_ranks; ++src) {
     const int i = src * num_ranks + dst;
+    if (src == domain.rank) route.first_row = static_cast<std::int32_t>(rows);
     rows += matrix[i];
+    if (src == domain.rank) route.end_row = static_cast<std::int32_t>(rows);
     if (args.rank_matrix) args.rank_matrix[i] = static_cast<std::int32_t>(matrix[i]);
     if (args.rank_prefix_matrix) args.rank_prefix_matrix[i] = static_cast<std::int32_t>(rows);
   }
+  route.total_rows = static_cast<std::int32_t>(rows);
+  domain.words.route(domain.workspaces[domain.rank], dst) = route;
   return rows;
 }
 
@@ -221,13 +228,12 @@ __device__ __forceinline__ void report_too_few_rows(const WaitScope& scope, int 
 
 // The block that speaks to the peers' gathering blocks and to the host. No block of this rank waits for it.
 __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const NotifyArgs& args,
-                                             std::uint32_t* dynamic_shared) {
+                                             const layout::ExpertBlocks& experts, std::uint32_t* dynamic_shared) {
   using layout::NotifyOutcome;
   __shared__ std::uint32_t trouble;  // a NotifyOutcome: what keeps the ranks from making this call together
   const int thread = static_cast<int>(threadIdx.x), num_ranks = domain.num_ranks;
   layout::NotifyState& state = domain.words.state(domain.workspaces[domain.rank]);
   const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
-  const layout::ExpertBlocks experts(args.num_experts, num_ranks);
   const int num_local_experts = experts.num_local_experts(domain.rank);
   std::uint32_t* expert_sums = dynamic_shared;
   std::uint32_t* matrix = dynamic_shared + args.num_experts;
@@ -242,7 +248,7 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
   }
 
   // G1, G2: all ranks make the same call.
-  layout::Place place;
+  layout::Route route;
   if (thread < num_ranks) {
     announce(scope, thread, args.signature, args.hash, args.ids.num_tokens, args.place, layout::Place{});
   }
@@ -250,7 +256,9 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
   if (thread < num_ranks) {
     const NotifyOutcome outcome = wait_for_announcement(scope, thread, args.hash);
     if (outcome != NotifyOutcome::kNone) atomicMax(&trouble, static_cast<std::uint32_t>(outcome));
-    place = announcement(scope, thread).place;
+    const layout::Place& place = route.place = announcement(scope, thread).place;
+    if (args.segment_bases != nullptr && place.segment >= 0 && place.segment < layout::kMaxSegments)
+      route.base = reinterpret_cast<std::uint64_t>(args.segment_bases[thread * layout::kMaxSegments + place.segment]);
   }
   __syncthreads();
 
@@ -275,7 +283,8 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
   // G4: prefix sums, what fits, totals of this rank's experts.
   layout::PlaceFit fit = layout::PlaceFit::kFits;
   if (thread < num_ranks) {
-    const std::uint32_t rows = write_prefix(args, num_ranks, thread, matrix);
+    const layout::Place& place = route.place;
+    const std::uint32_t rows = write_prefix(domain, args, thread, matrix, route);
     if (rows > place.capacity) {
       const bool hard = (place.flags & layout::kPlaceHard) != 0;
       fit = hard ? layout::PlaceFit::kTooSmallHard : layout::PlaceFit::kTooSmall;

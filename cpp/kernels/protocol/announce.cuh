@@ -22,6 +22,7 @@ __device__ __forceinline__ void announce(const WaitScope& scope, int peer, const
   record.num_tokens = num_tokens;
   record.place = place;
   record.weight_place = weight_place;
+#pragma unroll 1
   for (std::uint32_t i = 0; i < num_reason_bytes; ++i) record.reason[i] = reason[i];
   ptx::st_release_sys(&record.epoch, scope.epoch);
 }
@@ -48,6 +49,7 @@ __device__ __forceinline__ layout::NotifyOutcome wait_for_announcement(const Wai
                  error.peer_status = record.status;
                  error.num_reason_bytes =
                      min(record.num_reason_bytes, static_cast<std::uint32_t>(layout::kReasonBytes));
+#pragma unroll 1
                  for (std::uint32_t i = 0; i < error.num_reason_bytes; ++i) error.reason[i] = record.reason[i];
                });
   return refused ? layout::NotifyOutcome::kRefused : layout::NotifyOutcome::kMismatch;
