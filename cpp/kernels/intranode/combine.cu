@@ -10,62 +10,34 @@
 namespace deep_moe::kernels {
 namespace {
 
-// C1 to C4 of a warp that sums rows. kRows: the most rows of a sum that come by the copy engine; 0 without it.
-// kRowsFit: the call has gone well so far. kNone: leave. Else as from wait_for_peers().
-template <typename T, int kRows>
-__device__ __forceinline__ layout::NotifyOutcome sum_units(const WaitScope& scope, const CombineParams& params,
-                                                           char* shared, std::uint32_t* trouble) {
-  using layout::NotifyOutcome;
-  constexpr bool kFewRows = kRows == 2 || kRows == 4;  // a set has room for all that there can be
-  constexpr int kPerLane = kFewRows ? 1 : 2;
+// Whether a set has room for all rows that there can be. kRows: the most rows of a sum that come by the copy engine; 0
+// without it.
+template <int kRows>
+constexpr bool kHoldsAll = kRows == 2 || kRows == 4;
+
+// C3, C4: the units of a warp that sums rows, the first two of which are given. False: the block must leave.
+template <typename T, int kRows, int kPerLane>
+__device__ __forceinline__ bool sum_units(const WaitScope& scope, const CombineParams& params, const Holder* holders,
+                                          Tickets& tickets, const Unit& first, Unit next_unit,
+                                          const TokenPositions<kPerLane>& first_words,
+                                          TokenPositions<kPerLane> next_words, char* sets, std::uint64_t* barriers) {
   constexpr int kVectors = kRows == 2 ? CombineTuning::kVectors2 : kRows == 4 ? CombineTuning::kVectors4 : 0;
   const CombineArgs& args = params.args;
-  const Units& units = params.units;
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, num_ranks = scope.domain.num_ranks;
-  const CombineShared parts(params.ring, num_ranks);
-  Holder* holders = reinterpret_cast<Holder*>(shared + parts.holders);
-  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(shared + parts.barriers) + warp * CombineRing::kSets;
-  if constexpr (kRows > 0) {
-    if (thread % 32 == 0) {
-      for (int i = 0; i < CombineRing::kSets; ++i) ptx::mbarrier_init(barriers + i, 1);
-      ptx::fence_mbarrier_init();
-    }
-  }
-
-  // C1. Each warp's first positions come meanwhile.
-  Tickets tickets(scope, units.count, params.ring.num_warps);
-  const Unit first(units, tickets.first());
-  Unit next_unit(units, tickets.second());
-  const TokenPositions<kPerLane> first_words(args, num_ranks, first.token);
-  TokenPositions<kPerLane> next_words(args, num_ranks, next_unit.token);
-  tickets.ask();
-  const NotifyOutcome outcome = wait_for_peers(scope, args.start, trouble);
-  if (outcome != NotifyOutcome::kRowsFit) {
-    tickets.receive();  // the counter is cleared when all have come
-    return outcome;
-  }
-  // C2.
-  const bool found = thread >= num_ranks || find_holder(scope, args, thread, holders + thread);
-  if (!__syncthreads_and(found)) return NotifyOutcome::kNone;
-  if constexpr (kRows > 0)
-    ptx::fence_proxy_async();  // peers' rows, acquired above, before the loads of the copy engine
-  __syncwarp();
-
-  PullPipe<kPerLane, kVectors> pipe(params, shared + warp * params.ring.bytes(), barriers);
+  PullPipe<kPerLane, kVectors> pipe(params, sets, barriers);
   RowList<kPerLane> current(params, holders, first_words, first), next(first);
   if constexpr (kRows > 0) pipe.load_ahead(current, next);
 #pragma unroll 1
   while (current.unit.token < args.num_tokens) {
     next = RowList<kPerLane>(params, holders, next_words, next_unit);
-    next_unit = Unit(units, tickets.receive());
+    next_unit = Unit(params.units, tickets.receive());
     tickets.ask();
-    next_words = TokenPositions<kPerLane>(args, num_ranks, next_unit.token);
-    if (kFewRows || (kRows > 0 && pipe.holds(current))) {
-      if constexpr (!kFewRows) pipe.load_ahead(current, next);  // the unit before may not have come here
+    next_words = TokenPositions<kPerLane>(args, scope.domain.num_ranks, next_unit.token);
+    if (kHoldsAll<kRows> || (kRows > 0 && pipe.holds(current))) {
+      if constexpr (!kHoldsAll<kRows>) pipe.load_ahead(current, next);  // the unit before may not have come here
       char* out = static_cast<char*>(args.out) + current.unit.token * args.out_stride;
 #pragma unroll 1
       for (int chunk = current.unit.first_chunk; chunk < current.unit.end_chunk; ++chunk) {
-        if (current.count > 0 && !pipe.wait(scope)) return NotifyOutcome::kNone;
+        if (current.count > 0 && !pipe.wait(scope)) return false;
         sum_set<T, kRows>(pipe.set(), current.count, params.ring.vectors, out + params.chunk_begin(chunk),
                           params.bytes_of(chunk), [&] {
                             if (current.count > 0) pipe.release();
@@ -78,44 +50,62 @@ __device__ __forceinline__ layout::NotifyOutcome sum_units(const WaitScope& scop
     pipe.advance(current);
     current = next;
   }
-  return NotifyOutcome::kRowsFit;
-}
-
-// The same for the warps that sum top-k weights.
-__device__ __forceinline__ layout::NotifyOutcome sum_weights(const WaitScope& scope, const CombineParams& params,
-                                                             char* shared, std::uint32_t* trouble) {
-  using layout::NotifyOutcome;
-  const NotifyOutcome outcome = wait_for_peers(scope, params.args.start, trouble);
-  if (outcome != NotifyOutcome::kRowsFit) return outcome;
-  if (!__syncthreads_and(true)) return NotifyOutcome::kNone;
-  const CombineShared parts(params.ring, scope.domain.num_ranks);
-  add_weights(params.args, scope.domain.num_ranks, reinterpret_cast<const Holder*>(shared + parts.holders),
-              (static_cast<int>(threadIdx.x / 32) - params.ring.num_warps) * static_cast<int>(gridDim.x) +
-                  static_cast<int>(blockIdx.x),
-              CombineTuning::kWeightWarps * static_cast<int>(gridDim.x));
-  return NotifyOutcome::kRowsFit;
+  return true;
 }
 
 template <typename T, int kRows>
 __device__ void combine_block(const DeviceDomain& domain, const CombineParams& params, char* shared) {
   using layout::NotifyOutcome;
   __shared__ std::uint32_t trouble;
+  constexpr int kPerLane = kHoldsAll<kRows> ? 1 : 2;
   const CombineArgs& args = params.args;
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, num_ranks = domain.num_ranks;
+  const bool sums_rows = warp < params.ring.num_warps;  // the others sum weights
   const WaitScope scope{domain, ptx::ld_relaxed_gpu(&domain.words.state(domain.workspaces[domain.rank]).epoch) + 1};
   announce_call(scope, args.start, args.num_tokens);
-  const NotifyOutcome outcome = thread / 32 < params.ring.num_warps
-                                    ? sum_units<T, kRows>(scope, params, shared, &trouble)
-                                    : sum_weights(scope, params, shared, &trouble);
-  if (outcome == NotifyOutcome::kFailed) {  // in all threads
+  const CombineShared parts(params.ring, num_ranks);
+  Holder* holders = reinterpret_cast<Holder*>(shared + parts.holders);
+  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(shared + parts.barriers) + warp * CombineRing::kSets;
+  if constexpr (kRows > 0) {
+    if (thread % 32 == 0 && sums_rows) {
+      for (int i = 0; i < CombineRing::kSets; ++i) ptx::mbarrier_init(barriers + i, 1);
+      ptx::fence_mbarrier_init();
+    }
+  }
+
+  // C1. Each warp's first positions come meanwhile.
+  Tickets tickets(scope, sums_rows ? params.units.count : 0, params.ring.num_warps);
+  const Unit first(params.units, tickets.first()), second(params.units, tickets.second());
+  const TokenPositions<kPerLane> first_words(args, num_ranks, first.token), second_words(args, num_ranks, second.token);
+  tickets.ask();
+  const NotifyOutcome outcome = wait_for_peers(scope, args.start, &trouble);
+  if (outcome == NotifyOutcome::kFailed) {
     if (thread == 0)
       tell_host(args.start.sequence, &domain.host_words.outcome(domain.host), static_cast<std::uint32_t>(outcome));
     return;
   }
-  if (!__syncthreads_and(outcome != NotifyOutcome::kNone)) return;
+  const bool rows_move = outcome == NotifyOutcome::kRowsFit;
+  if (rows_move) {
+    // C2.
+    const bool found = thread >= num_ranks || find_holder(scope, args, thread, holders + thread);
+    if (!__syncthreads_and(found)) return;
+    if constexpr (kRows > 0)
+      ptx::fence_proxy_async();  // peers' rows, acquired above, before the loads of the copy engine
+    bool ok = true;
+    if (sums_rows) {
+      ok = sum_units<T, kRows>(scope, params, holders, tickets, first, second, first_words, second_words,
+                               shared + warp * params.ring.bytes(), barriers);
+    } else {
+      const int num_blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+      add_weights(args, num_ranks, holders, (warp - params.ring.num_warps) * num_blocks + block,
+                  CombineTuning::kWeightWarps * num_blocks);
+    }
+    if (!__syncthreads_and(ok)) return;
+  } else {
+    tickets.receive();  // the counter is cleared when all have come
+  }
 
   // C6: every block tells every holder; the first one waits for all pullers.
-  const bool rows_move = outcome == NotifyOutcome::kRowsFit;
   post_block_done(scope, !rows_move);
   if (blockIdx.x != 0) return;
   const bool ok = wait_for_blocks(scope, layout::WaitPhase::kPullDone, !rows_move);
