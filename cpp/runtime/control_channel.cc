@@ -61,9 +61,17 @@ int peer_pid_fd(int fd) {
 #endif
 }
 
+// Signals do not end the wait.
 bool has_input(int fd, int timeout_ms) {
-  pollfd entry{fd, POLLIN, 0};
-  return ::poll(&entry, 1, timeout_ms) > 0;
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  for (;;) {
+    pollfd entry{fd, POLLIN, 0};
+    const int ready = ::poll(&entry, 1, timeout_ms);
+    if (ready >= 0 || errno != EINTR) return ready > 0;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    timeout_ms = static_cast<int>(std::max<std::int64_t>(left.count(), 0));
+  }
 }
 
 }  // namespace
@@ -114,13 +122,14 @@ void ControlChannel::connect(const std::vector<std::string>& names, const std::v
   while (num_expected > 0) {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    if (left.count() <= 0 || !has_input(listen_fd_, static_cast<int>(left.count()))) {
+    if (left.count() <= 0) {
       for (int peer = rank_ + 1; peer < num_ranks_; ++peer) {
         if (wanted[peer] && fds_[peer] < 0)
           throw TimeoutError("rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) +
                              " to connect while the Buffer was made");
       }
     }
+    if (!has_input(listen_fd_, static_cast<int>(std::min<std::int64_t>(left.count(), 1000)))) continue;
     const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC);
     if (fd < 0) continue;
     Hello hello{};

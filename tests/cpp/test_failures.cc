@@ -2,6 +2,7 @@
 #include <doctest/doctest.h>
 
 #include <signal.h>
+#include <sys/time.h>
 
 #include <chrono>
 
@@ -227,5 +228,26 @@ TEST_CASE("two Buffers called in opposite order from two threads are independent
     use(bootstrap.rank == 0 ? second : first);
     other.join();
     if (error) std::rethrow_exception(error);
+  }));
+}
+
+// Signals with handlers end system calls early.
+TEST_CASE("signals while a Buffer is made are no time-out") {
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    if (bootstrap.rank == 0) {
+      struct sigaction action = {};
+      action.sa_handler = [](int) {};
+      ::sigaction(SIGALRM, &action, nullptr);
+      const itimerval often{{0, 2000}, {0, 2000}};
+      ::setitimer(ITIMER_REAL, &often, nullptr);
+    }
+    Bootstrap late = bootstrap;
+    late.all_gather = [&](const void* send, void* recv, std::size_t bytes) {
+      bootstrap.all_gather(send, recv, bytes);
+      if (bootstrap.rank == 1) pause_ms(100);  // rank 0 waits for it to connect
+    };
+    Buffer buffer(late, with_timeout(20));
+    Call call(8);
+    buffer.dispatch(call.args);
   }));
 }
