@@ -20,8 +20,6 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   DeviceWorldOptions world;
   world.device = options.device;
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
-  if (const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES"); text != nullptr && *text != '\0')
-    world.max_heap_bytes = static_cast<std::size_t>(std::strtod(text, nullptr));
   if (options.use_fabric) world.memory = MemoryKind::kFabric;
   world.timeout_seconds = options.timeout_seconds;
   world.interrupt_check = [this] {

@@ -19,6 +19,7 @@ namespace deep_moe::cuda {
 namespace {
 
 constexpr std::uint32_t kProtocolVersion = 1;
+constexpr double kForever = 1e9;  // seconds; clocks count nanoseconds in 64 bits
 
 // What ranks tell each other first.
 struct Hello {
@@ -95,6 +96,7 @@ DeviceWorld::DeviceWorld(const Bootstrap& bootstrap, const DeviceWorldOptions& o
       uid_(random_uid()),
       forks_(fork_count()),
       peers_(static_cast<std::size_t>(bootstrap.size)) {
+  options_.timeout_seconds = std::min(options_.timeout_seconds, kForever);
   try {
     connect(bootstrap);
   } catch (...) {
@@ -122,6 +124,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::exception_ptr own_error;
   try {
     check_options(bootstrap, options_);
+    options_.max_heap_bytes = std::min(options_.max_heap_bytes, max_heap_bytes());
     if (const char* kind = std::getenv("DEEP_MOE_DEVICE_MEMORY");
         kind != nullptr && *kind != '\0' && options_.memory == MemoryKind::kAuto)
       options_.memory = deep_moe::cuda::memory_kind(kind);
@@ -216,7 +219,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   for (int peer = 0; peer < num_ranks_; ++peer)
     domain_.workspaces[peer] = peer == rank_ ? workspace_->base() : peers_[peer].segments.at(0)->base();
   domain_.host = words_->device();
-  domain_.timeout_ns = static_cast<std::uint64_t>(std::min(options_.timeout_seconds, 1e9) * 1e9);
+  domain_.timeout_ns = static_cast<std::uint64_t>(options_.timeout_seconds * 1e9);
   if (num_ranks_ > 1) attendant_ = std::make_unique<Attendant>(*channel_, [this] { attend(); });
 }
 

@@ -31,17 +31,6 @@ struct Status {
   char reason[layout::kReasonBytes];
 };
 
-std::size_t max_heap_bytes() {
-  const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES");
-  if (text == nullptr || *text == '\0') return std::numeric_limits<std::size_t>::max();
-  char* end = nullptr;
-  const double value = std::strtod(text, &end);
-  if (*end != '\0' || !(value >= 0))
-    throw ArgumentError(std::string("DEEP_MOE_MAX_HEAP_BYTES: got '") + text + "', expected a number of bytes");
-  constexpr double kUnlimited = 9e18;
-  return value >= kUnlimited ? std::numeric_limits<std::size_t>::max() : static_cast<std::size_t>(value);
-}
-
 // Clocks count nanoseconds in 64 bits: what is meant as "for ever" has to stay below that.
 BufferOptions with_bounded_timeout(BufferOptions options) {
   constexpr double kForever = 1e9;  // seconds

@@ -1,6 +1,8 @@
 #include "runtime/heap.hpp"
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 #include <utility>
 
 #include "layout/workspace.hpp"
@@ -14,6 +16,17 @@ constexpr std::size_t kMinSegmentBytes = std::size_t{4} << 20;
 std::size_t round_block(std::size_t bytes) { return layout::align_up(std::max<std::size_t>(bytes, 1), layout::kAlign); }
 
 }  // namespace
+
+std::size_t max_heap_bytes() {
+  const char* text = std::getenv("DEEP_MOE_MAX_HEAP_BYTES");
+  if (text == nullptr || *text == '\0') return std::numeric_limits<std::size_t>::max();
+  char* end = nullptr;
+  const double value = std::strtod(text, &end);
+  if (*end != '\0' || !(value >= 0))
+    throw ArgumentError(std::string("DEEP_MOE_MAX_HEAP_BYTES: got '") + text + "', expected a number of bytes");
+  constexpr double kUnlimited = 9e18;
+  return value >= kUnlimited ? std::numeric_limits<std::size_t>::max() : static_cast<std::size_t>(value);
+}
 
 Heap::Heap(std::size_t max_bytes, AnnounceSegment announce_segment, MakeSegment make_segment)
     : max_bytes_(max_bytes), announce_segment_(std::move(announce_segment)), make_segment_(std::move(make_segment)) {}

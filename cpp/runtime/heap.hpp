@@ -26,6 +26,9 @@ struct Block {
   explicit operator bool() const { return segment >= 0; }
 };
 
+// What DEEP_MOE_MAX_HEAP_BYTES allows; throws ArgumentError where that is no number.
+std::size_t max_heap_bytes();
+
 // Thread safe; its lock is never held during a wait. Lives as long as any block handed out from it.
 class Heap : public std::enable_shared_from_this<Heap> {
  public:
