@@ -1,6 +1,7 @@
 // Combine on a GPU.
 #include "cuda/cuda_call.hpp"
 #include "layout/handle.hpp"
+#include "runtime/validate.hpp"
 
 namespace deep_moe::cuda {
 
@@ -20,7 +21,7 @@ void copy_rows(void* to, const TensorView& rows, std::size_t width, std::int64_t
 
 }  // namespace
 
-// Where peers read `rows` from: in place if they lie in the heap, else a copy of them there.
+// Where peers read `rows` from: in place if they lie in the heap as kernels load them, else a copy of them there.
 layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, Stream comm,
                                 std::vector<Block>* staging) {
   layout::Place place;
@@ -30,7 +31,7 @@ layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, S
   std::size_t offset = 0;
   if (rows.is_contiguous() &&
       world_->heap().locate(rows.data, width * static_cast<std::size_t>(num_rows), &place.segment, &offset) &&
-      world_->shared(place.segment)) {
+      offset % static_cast<std::size_t>(kRowAlignment) == 0 && world_->shared(place.segment)) {
     place.offset = static_cast<std::int64_t>(offset);
     return place;
   }
