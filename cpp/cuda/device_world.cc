@@ -155,6 +155,10 @@ void DeviceWorld::tell_kernels_of_loss(int peer) {
   const std::uint64_t bit = std::uint64_t{1} << peer;
   if ((lost_peers_ & bit) != 0) return;
   lost_peers_ |= bit;
+  send_lost_peers();
+}
+
+void DeviceWorld::send_lost_peers() {
   word_mirror_[kMirrorLost] = lost_peers_;
   copy_to_device(&domain_.words.state(workspace_->base()).lost_peers, &word_mirror_[kMirrorLost], sizeof(lost_peers_));
 }

@@ -127,6 +127,7 @@ class DeviceWorld {
   void take_messages();
   void attend() noexcept;
   void tell_kernels_of_loss(int peer);
+  void send_lost_peers();
   void copy_to_device(void* device, const void* mirror, std::size_t bytes);
   void copy_from_device(void* mirror, const void* device, std::size_t bytes);
   void wait_copied();

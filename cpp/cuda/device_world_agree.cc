@@ -89,10 +89,12 @@ DeviceWorld::Growth DeviceWorld::grow(std::size_t bytes, std::size_t preferred) 
 // up (time-out) may ask again: what it has said stands, and what it has done is not done twice.
 void DeviceWorld::reset() {
   layout::NotifyState& state = domain_.words.state(workspace_->base());
-  word_mirror_[kMirrorOne] = 1;
-  copy_to_device(&state.failed, &word_mirror_[kMirrorOne], sizeof(state.failed));  // kernels leave
-  wait_copied();
-  wait_idle("reset: this rank's kernels");
+  if (cleared_generation_ <= generation_) {  // else no kernel has run since the state is new
+    word_mirror_[kMirrorOne] = 1;
+    copy_to_device(&state.failed, &word_mirror_[kMirrorOne], sizeof(state.failed));  // kernels leave
+    wait_copied();
+    wait_idle("reset: this rank's kernels");
+  }
   if (reset_to_.generation <= generation_) {
     copy_from_device(&word_mirror_[kMirrorEpoch], &state.epoch, sizeof(state.epoch));
     wait_copied();
@@ -114,6 +116,11 @@ void DeviceWorld::reset() {
     kernels::reset_state(domain_, target.epoch + 2 * layout::kAnnounceDepth, comm_stream());
     kernels::clear_error(domain_, host_words(), comm_stream());
     wait_idle("reset: the new state");
+    {
+      const std::lock_guard<std::recursive_mutex> lock(mutex_);
+      if (lost_peers_ != 0) send_lost_peers();  // what was told meanwhile has been cleared with the rest
+      wait_copied();
+    }
     cleared_generation_ = target.generation;
   }
   send_all(kResetReached, -1, target.generation, {});
