@@ -51,9 +51,10 @@ CudaBuffer::Call::Call(CudaBuffer& buffer) : pass(buffer.open_gate()), on_device
 Stream CudaBuffer::current_stream() const { return options.current_stream ? options.current_stream() : nullptr; }
 
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
+  const std::uint64_t num_drops = world_->heap().num_drops();  // other threads may drop more behind the join
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
   has_captured_ = has_captured_ || capture_of(comm_stream_).active;
-  if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller());
+  if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller(), num_drops);
   return streams;
 }
 

@@ -66,7 +66,7 @@ DeviceHeap::~DeviceHeap() {
   if (on_device) {
     bool all_recorded = true;
     deferred_.insert(deferred_.end(), small_.begin(), small_.end());
-    deferred_.push_back({{}, {comm_stream_->get()}, nullptr});
+    deferred_.push_back({.block = {}, .streams = {comm_stream_->get()}, .lease = nullptr});
     for (const Use& use : std::exchange(deferred_, {}))
       all_recorded = wait_for_users(use.streams, {use.block}) != nullptr && all_recorded;
     if (!all_recorded) new std::shared_ptr<Heap>(heap_);  // nothing tells when its users are done: kept for good
@@ -89,7 +89,12 @@ void DeviceHeap::free(Dropped& dropped) {
   }
 }
 
-void DeviceHeap::free_behind(Stream stream) {
+std::uint64_t DeviceHeap::num_drops() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_drops_;
+}
+
+void DeviceHeap::free_behind(Stream stream, std::uint64_t num_drops) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (small_.empty() && large_.empty()) return;
   if (capture_of(comm_stream_->get()).active) return;  // nobody knows what a launch of the graph will be behind
@@ -99,13 +104,13 @@ void DeviceHeap::free_behind(Stream stream) {
   };
   Dropped now{{}, 0};
   std::erase_if(small_, [&](const Use& use) {
-    const bool is_free = ordered(use.streams);
+    const bool is_free = use.drop <= num_drops && ordered(use.streams);
     if (is_free) now.blocks.push_back(use.block);
     return is_free;
   });
   std::erase_if(large_, [&](const auto& entry) {
-    const std::shared_ptr<Dropped> dropped = entry.second.lock();
-    if (dropped && !ordered(entry.first)) return false;
+    const std::shared_ptr<Dropped> dropped = entry.dropped.lock();
+    if (dropped && !(entry.drop <= num_drops && ordered(entry.streams))) return false;
     if (dropped) now.blocks.insert(now.blocks.end(), dropped->blocks.begin(), dropped->blocks.end());
     if (dropped) dropped->blocks.clear();
     return true;
@@ -119,12 +124,16 @@ void DeviceHeap::free_behind(Stream stream) {
 }
 
 // What is free may have been freed by the order of streams: other streams than the comm stream have to join it.
-void DeviceHeap::follow_freed(Stream first_user) {
+void DeviceHeap::follow_freed(Stream first_user, std::unique_lock<std::mutex>& lock) {
   if (freed_ == nullptr) return;
   if (capture_of(first_user).active) {
     // A launch of the graph can be behind nothing of today: it has to be done.
     const OutsideCapture outside_capture;
-    while (driver().cuEventQuery(freed_) == CUDA_ERROR_NOT_READY) std::this_thread::yield();
+    while (driver().cuEventQuery(freed_) == CUDA_ERROR_NOT_READY) {
+      lock.unlock();  // deleters run under locks of others
+      std::this_thread::yield();
+      lock.lock();
+    }
     return;
   }
   if (first_user == comm_stream_->get() ||
@@ -137,10 +146,10 @@ void DeviceHeap::follow_freed(Stream first_user) {
 
 Block DeviceHeap::allocate(std::size_t bytes, Stream first_user) {
   take_back_leases();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (closed_) return {};
   if (Block block = reuse_in_capture(bytes, first_user)) return block;
-  follow_freed(first_user);
+  follow_freed(first_user, lock);
   if (num_unseen_ < kUnseenBlocks && bytes < kSmallBytes) {
     if (Block block = heap_->allocate(bytes)) return block;
   }
@@ -150,10 +159,10 @@ Block DeviceHeap::allocate(std::size_t bytes, Stream first_user) {
 
 Block DeviceHeap::allocate_largest(std::size_t max_bytes, Stream first_user) {
   take_back_leases();
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (closed_) return {};
   if (Block block = reuse_in_capture(max_bytes, first_user)) return block;
-  follow_freed(first_user);
+  follow_freed(first_user, lock);
   if (num_unseen_ >= kUnseenBlocks) reclaim();
   return heap_->allocate_largest(max_bytes);
 }
@@ -262,13 +271,13 @@ void DeviceHeap::return_lease(const std::shared_ptr<Lease>& lease) {
   leases_.erase(lease->capture);
   for (const Lease::Idle& entry : std::exchange(lease->idle, {})) {
     for (const CUevent event : entry.users) events_->give(event);
-    deferred_.push_back({entry.block, {comm_stream_->get()}, nullptr});
+    deferred_.push_back({.block = entry.block, .streams = {comm_stream_->get()}, .lease = nullptr, .drop = num_drops_});
   }
 }
 
 std::shared_ptr<void> DeviceHeap::own(const Block& block, Stream stream) {
   if (!block) return std::make_shared<char>();
-  Use use{block, {stream}, nullptr};
+  Use use{.block = block, .streams = {stream}, .lease = nullptr};
   add_stream(use.streams, comm_stream_->get());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -301,6 +310,7 @@ void DeviceHeap::drop(char* ptr) noexcept {
     Use use = std::move(owned->second);
     uses_.erase(owned);
     add_stream(use.streams, here);
+    use.drop = ++num_drops_;
     dropped_bytes_ += use.block.bytes;
     if (!use.lease && use.block.bytes < kSmallBytes) {
       ++num_unseen_;
@@ -334,7 +344,7 @@ void DeviceHeap::drop_use(Use use) {
   }
   use.lease.reset();
   if (auto dropped = wait_for_users(use.streams, {use.block})) {
-    large_.emplace_back(std::move(use.streams), std::move(dropped));
+    large_.push_back({std::move(use.streams), std::move(dropped), use.drop});
   } else {
     deferred_.push_back(std::move(use));
   }
@@ -399,6 +409,7 @@ void DeviceHeap::reclaim() noexcept {
     entries.erase(entries.begin(), busy);
     queue = entries.empty() ? waiting_.erase(queue) : std::next(queue);
   }
+  std::erase_if(large_, [](const Large& entry) { return entry.dropped.expired(); });
 }
 
 MemoryStats DeviceHeap::stats() {

@@ -41,8 +41,11 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   DeviceHeap(const DeviceHeap&) = delete;
   DeviceHeap& operator=(const DeviceHeap&) = delete;
 
-  // The comm stream has been made to wait for all that `stream` has to do: blocks used by these two alone are free.
-  void free_behind(Stream stream);
+  // How many blocks have been dropped.
+  std::uint64_t num_drops();
+  // The comm stream has been made to wait for all that `stream` had to do when `num_drops` blocks had been dropped:
+  // those of them that these two streams alone have used are free.
+  void free_behind(Stream stream, std::uint64_t num_drops);
   // As Heap's, after blocks whose users are done have been taken back. `first_user` is the stream whose work will use
   // the block first: captured, it may get a block that was dropped in the same capture. While the comm stream is
   // captured shrink does nothing. No growth here: a segment has to reach the peers first (DeviceWorld).
@@ -80,10 +83,16 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
     Block block;
     std::vector<Stream> streams;
     std::shared_ptr<Lease> lease;  // null outside captures
+    std::uint64_t drop = 0;        // its number among those dropped
   };
   struct Dropped {  // blocks that wait for the same events; none once they have been freed by the order of streams
     std::vector<Block> blocks;
     int num_events;
+  };
+  struct Large {  // one of waiting_, by its users
+    std::vector<Stream> streams;
+    std::weak_ptr<Dropped> dropped;
+    std::uint64_t drop;
   };
   struct Waiting {  // one of them
     CUevent_st* event;
@@ -99,7 +108,7 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   std::shared_ptr<Dropped> wait_for_users(const std::vector<Stream>& streams, std::vector<Block> blocks);
   void drop_small();
   void free(Dropped& dropped);
-  void follow_freed(Stream first_user);
+  void follow_freed(Stream first_user, std::unique_lock<std::mutex>& lock);
   void reclaim() noexcept;
   void return_lease(const std::shared_ptr<Lease>& lease);
 
@@ -115,7 +124,8 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   std::map<char*, Use> uses_;                                // owned blocks by address
   std::unordered_map<Stream, std::deque<Waiting>> waiting_;  // by stream, in the order of recording
   std::vector<Use> small_;                                   // dropped, small: events are recorded for many at a time
-  std::vector<std::pair<std::vector<Stream>, std::weak_ptr<Dropped>>> large_;  // of waiting_, by their users
+  std::vector<Large> large_;
+  std::uint64_t num_drops_ = 0;
   CUevent_st* freed_ = nullptr;       // on the comm stream, where free_behind() has last freed something
   std::vector<Stream> behind_freed_;  // other streams that wait for it
   std::vector<Use> deferred_;         // dropped while a user was captured: no events yet
