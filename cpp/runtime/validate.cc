@@ -41,6 +41,10 @@ void check_handle(const DispatchHandle& handle, int num_ranks) {
                 "int32 [" + num(meta[layout::kMetaNumRecv]) + "]");
 }
 
+void check_num_tokens(const char* name, std::int64_t num_tokens) {
+  if (num_tokens > kMaxRows) throw_value(name, num(num_tokens) + " tokens", "at most " + num(kMaxRows));
+}
+
 void check_token_rows(const char* name, const TensorView& view, DType dtype, std::int64_t num_tokens,
                       std::int64_t hidden) {
   if (!view.defined()) return;
@@ -93,6 +97,7 @@ void check_topk_idx_shape(const TensorView& topk_idx, std::int64_t num_experts) 
   if (topk_idx.dtype != DType::kInt64 && topk_idx.dtype != DType::kInt32)
     throw_type("topk_idx", topk_idx.describe(), "int64 or int32 [num_tokens, num_topk]");
   if (topk_idx.num_dims != 2) throw_value("topk_idx", topk_idx.describe(), "two dimensions [num_tokens, num_topk]");
+  check_num_tokens("topk_idx", topk_idx.shape[0]);
   if (topk_idx.shape[1] < 1 || topk_idx.shape[1] > layout::kMaxTopk)
     throw_value("topk_idx", "num_topk=" + num(topk_idx.shape[1]), "1 to " + num(layout::kMaxTopk));
   if (topk_idx.numel() > 0 && topk_idx.shape[1] > 1 && topk_idx.stride[1] != 1)
@@ -188,6 +193,7 @@ void validate(const DispatchArgs& args, int num_ranks, bool read_ids) {
         throw_value("num_tokens_per_expert", num(counts.as<std::int32_t>()[expert]) + " for expert " + num(expert),
                     ">= 0");
     }
+    check_num_tokens("is_token_in_rank", matrix.shape[0]);
     num_tokens = matrix.shape[0];
   }
   check_payload(args.x, num_tokens);

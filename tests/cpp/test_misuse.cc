@@ -192,6 +192,10 @@ TEST_CASE("numbers beyond reason are refused or mean for ever") {
     args.num_worst_tokens = 0;
     args.expert_alignment = std::numeric_limits<std::int64_t>::max();
     expect_throw<ArgumentError>([&] { buffer.dispatch(args); }, "expert_alignment");
+    args.expert_alignment = 1;
+    args.topk_idx.shape[0] = args.topk_weights.shape[0] = args.x.data.shape[0] = large;
+    expect_throw<ArgumentError>([&] { buffer.dispatch(args); }, "topk_idx: got 8589934592 tokens");
+    expect_throw<ArgumentError>([&] { buffer.get_dispatch_layout(args.topk_idx, 8, {}); }, "tokens");
   }));
   ::setenv("DEEP_MOE_MAX_HEAP_BYTES", "1e30", 1);
   check_all(run_threads(1, [](const Bootstrap& bootstrap) {
