@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <utility>
 
 #include "cuda/cuda_call.hpp"
 #include "cuda/cuda_row_movement.hpp"
@@ -253,7 +254,8 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   if (move->spill) {
     base = move->spill.get();
     rows_owner = small_owner = move->spill;
-    free_block(move);
+    // The window is written and copied out on the comm stream yet.
+    world_->heap().own(std::exchange(move->block, {}), move->streams.comm()).reset();
   } else if (parts.total == 0) {
     free_block(move);
   } else {

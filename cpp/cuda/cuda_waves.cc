@@ -16,9 +16,9 @@ namespace {
 // Blocks that were dropped may be in use for a while yet; waited for before waves, which cost more.
 constexpr double kSettleSeconds = 1.0;
 
-// Memory that is not in the heap and that no peer sees. Given back in the order of the comm stream, behind what the
-// thread that drops it has queued.
-std::shared_ptr<char> allocate_private(std::size_t bytes, int device, Stream comm,
+// Memory that is not in the heap and that no peer sees. Given back in the order of the comm stream, behind what `user`
+// and the thread that drops it have queued.
+std::shared_ptr<char> allocate_private(std::size_t bytes, int device, Stream comm, Stream user,
                                        const std::function<Stream()>& current_stream) {
   const auto comm_stream = static_cast<cudaStream_t>(comm);
   void* memory = nullptr;
@@ -30,9 +30,11 @@ std::shared_ptr<char> allocate_private(std::size_t bytes, int device, Stream com
             const OutsideCapture outside_capture;
             cudaEvent_t event;
             if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return;
-            const Stream here = current_stream ? current_stream() : nullptr;
-            if (cudaEventRecord(event, static_cast<cudaStream_t>(here)) == cudaSuccess &&
-                cudaStreamWaitEvent(comm_stream, event, 0) == cudaSuccess)
+            const auto follow = [&](Stream stream) {
+              return cudaEventRecord(event, static_cast<cudaStream_t>(stream)) == cudaSuccess &&
+                     cudaStreamWaitEvent(comm_stream, event, 0) == cudaSuccess;
+            };
+            if (follow(user) && follow(current_stream ? current_stream() : nullptr))
               cudaFreeAsync(address, comm_stream);
             cudaEventDestroy(event);
           }};
@@ -78,7 +80,8 @@ std::string CudaBuffer::offer_window(RowMovement* move) {
   if (!move->block) return "its heap has no free memory";
   if (move->block.bytes >= bytes) return {};
   try {
-    move->spill = allocate_private(bytes, world_->device(), comm_stream_, options.current_stream);
+    move->spill =
+        allocate_private(bytes, world_->device(), comm_stream_, move->streams.caller(), options.current_stream);
     return {};
   } catch (const Error& error) {
     free_block(move);
