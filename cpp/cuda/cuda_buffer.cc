@@ -50,6 +50,8 @@ CudaBuffer::Call::Call(CudaBuffer& buffer) : pass(buffer.open_gate()), on_device
 
 Stream CudaBuffer::current_stream() const { return options.current_stream ? options.current_stream() : nullptr; }
 
+bool CudaBuffer::is_captured() const { return capture_of(comm_stream_).active || capture_of(current_stream()).active; }
+
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
   const std::uint64_t num_drops = world_->heap().num_drops();  // other threads may drop more behind the join
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
@@ -148,7 +150,10 @@ DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
               std::pair("num_tokens_per_expert", &args.num_tokens_per_expert)})
           check_device(name, *view, world_->device());
         validate(args, num_ranks, false);
-        if (check_ids_ && args.topk_idx.defined()) check_device_ids(args.topk_idx, args.num_experts);
+        if (args.handle == nullptr && args.num_worst_tokens == 0 && is_captured())
+          throw_value("num_worst_tokens", "0 while the stream is captured into a graph",
+                      "the number of rows of the results: a graph tells the host no counts");
+        if (check_ids_ && args.topk_idx.defined()) check_device_ids(args.topk_idx, args.num_experts, args.streams);
       },
       [&] { return dispatch_rows(call, args); });
 }

@@ -52,6 +52,7 @@ class CudaBuffer final : public Buffer::Impl {
 
   CallGate& open_gate();  // in the process that made the Buffer
   Stream current_stream() const;
+  bool is_captured() const;  // what this thread does on its stream or the comm stream
   CallStreams join_streams(const StreamOptions& options);
   // Throws what kernels have reported since the last look.
   void take_kernel_error();
@@ -78,7 +79,7 @@ class CudaBuffer final : public Buffer::Impl {
   void copy_out(const RowMovement& move, std::int64_t num_rows);
   void free_block(RowMovement* move);
   DispatchResult hand_out(const DispatchArgs& args, RowMovement* move);
-  void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts) const;
+  void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts, const StreamOptions& streams) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
   Block shared_block(std::size_t bytes, const char* call);
   layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream comm, std::vector<Block>* staging);

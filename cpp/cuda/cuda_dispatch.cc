@@ -50,9 +50,14 @@ DispatchResult CudaBuffer::dispatch_rows(const layout::CallSignature& call, cons
   }
 }
 
-// Only with DEEP_MOE_CHECK=1: waits for the ids.
-void CudaBuffer::check_device_ids(const TensorView& topk_idx, std::int64_t num_experts) const {
+// Only with DEEP_MOE_CHECK=1: waits for the ids. Those of a graph are not there yet.
+void CudaBuffer::check_device_ids(const TensorView& topk_idx, std::int64_t num_experts,
+                                  const StreamOptions& streams) const {
   const auto stream = static_cast<cudaStream_t>(current_stream());
+  if (is_captured()) return;
+  if (streams.previous_event != nullptr)
+    check_runtime(cudaEventSynchronize(static_cast<cudaEvent_t>(streams.previous_event)), "cudaEventSynchronize");
+  check_runtime(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // a copy that waits would hold the driver
   const std::int64_t rows = topk_idx.shape[0], columns = topk_idx.shape[1];
   const Tensor host = make_host_tensor(topk_idx.dtype, {rows, columns});
   const std::size_t item = dtype_bytes(topk_idx.dtype), width = item * static_cast<std::size_t>(columns);

@@ -27,8 +27,8 @@
 namespace deep_moe::cuda {
 
 struct DeviceWorldOptions {
-  int device = -1;             // -1: the current one
-  std::size_t heap_bytes = 0;  // starting capacity
+  int device = -1;                                                       // -1: the current one
+  std::size_t heap_bytes = 0;                                            // starting capacity
   std::size_t max_heap_bytes = std::numeric_limits<std::size_t>::max();  // besides DEEP_MOE_MAX_HEAP_BYTES
   MemoryKind memory = MemoryKind::kAuto;   // kAuto: what DEEP_MOE_DEVICE_MEMORY names (auto, fd, fabric, ipc)
   double timeout_seconds = 100.0;          // of every wait, kernels' and the host's
