@@ -68,15 +68,22 @@ void* CudaBuffer::comm_stream() const {
 
 void CudaBuffer::take_kernel_error() {
   using layout::KernelErrorKind;
-  layout::ErrorRecord& record = world_->domain().host_words.error(world_->host_words());
-  const auto kind =
-      static_cast<KernelErrorKind>(std::atomic_ref<std::uint32_t>(record.kind).load(std::memory_order_acquire));
+  const auto record = [&](bool failure) -> layout::ErrorRecord& {
+    return world_->domain().host_words.error(world_->host_words(), failure);
+  };
+  const auto kind_of = [&](bool failure) {
+    return static_cast<KernelErrorKind>(
+        std::atomic_ref<std::uint32_t>(record(failure).kind).load(std::memory_order_acquire));
+  };
+  // What does not fail the Buffer first: it may be why a peer did not come. The next call finds the failure.
+  const bool failure = kind_of(false) == KernelErrorKind::kNone;
+  const KernelErrorKind kind = kind_of(failure);
   if (kind == KernelErrorKind::kNone) return;
-  const layout::ErrorRecord seen = record;
+  const layout::ErrorRecord seen = record(failure);
   const std::string me = "rank " + std::to_string(seen.rank), peer = "rank " + std::to_string(seen.peer),
                     call = " (call " + std::to_string(seen.epoch) + ")",
                     phase = layout::wait_phase_name(static_cast<layout::WaitPhase>(seen.phase));
-  if (!layout::fails_buffer(kind)) kernels::clear_error(world_->domain(), world_->host_words(), comm_stream_);
+  if (!failure) kernels::clear_error(world_->domain(), world_->host_words(), comm_stream_, false);
   try {
     switch (kind) {
       case KernelErrorKind::kTimeout:
@@ -103,7 +110,7 @@ void CudaBuffer::take_kernel_error() {
                                 describe_signature(seen.peer_signature));
     }
   } catch (...) {
-    if (layout::fails_buffer(kind)) failure_ = std::current_exception();
+    if (failure) failure_ = std::current_exception();
     throw;
   }
 }

@@ -192,9 +192,8 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
           return DeviceSegment::create(device_, bytes, options_.memory);
         });
     const auto has_failed = [words = words_, at = layout::HostLayout(num_ranks_)] {
-      layout::ErrorRecord& record = at.error(words->host());
-      return layout::fails_buffer(static_cast<layout::KernelErrorKind>(
-          std::atomic_ref<std::uint32_t>(record.kind).load(std::memory_order_acquire)));
+      layout::ErrorRecord& record = at.error(words->host(), true);
+      return std::atomic_ref<std::uint32_t>(record.kind).load(std::memory_order_acquire) != 0;
     };
     device_heap_ = std::make_shared<DeviceHeap>(heap_, comm_stream_, options_.current_stream, has_failed);
     heap_->append_foreign(workspace_);

@@ -154,8 +154,9 @@ void post_refusal(const DeviceDomain& domain, const layout::CallSignature& signa
                   Stream stream);
 
 // After the host has read the error record: the next error may be recorded. `host` is the host's address of the
-// domain's mapped memory. Stream-ordered; no kernel of the domain may be running on another stream.
-void clear_error(const DeviceDomain& domain, char* host, Stream stream);
+// domain's mapped memory. `failures`: the record of failures too, for a reset. Stream-ordered; no kernel of the domain
+// may be running on another stream.
+void clear_error(const DeviceDomain& domain, char* host, Stream stream, bool failures = true);
 
 // After a failure and clear_error, once no kernel of any rank of the domain runs: this rank's state is as new, and
 // `epoch` calls count as done. All ranks take the same number, not below any epoch that a rank has started.

@@ -30,7 +30,7 @@ void post_refusal(const DeviceDomain&, const layout::CallSignature&, const std::
   unavailable("post_refusal");
 }
 
-void clear_error(const DeviceDomain&, char*, Stream) { unavailable("clear_error"); }
+void clear_error(const DeviceDomain&, char*, Stream, bool) { unavailable("clear_error"); }
 
 void reset_state(const DeviceDomain&, std::uint64_t, Stream) { unavailable("reset_state"); }
 

@@ -27,12 +27,12 @@ DM_HOST_DEVICE std::uint32_t arrivals(std::uint64_t word) { return static_cast<s
 
 // Of one rank, for its own kernels.
 struct alignas(64) NotifyState {
-  std::uint64_t epoch;          // calls finished; the next call is epoch + 1
-  std::uint64_t reset_epoch;    // the same at the last reset: no peer will announce this epoch or an earlier one
-  std::uint64_t outcome;        // tag_count(epoch, NotifyOutcome) of the last call, for the kernels behind it
-  std::uint32_t failed;         // 1 after a time-out, until the reset: every kernel leaves at once
-  std::uint32_t error_claimed;  // 1 while the error record holds something that the host has not taken
-  std::uint64_t lost_peers;     // bit p: rank p will never write again, as the host has found out
+  std::uint64_t epoch;             // calls finished; the next call is epoch + 1
+  std::uint64_t reset_epoch;       // the same at the last reset: no peer will announce this epoch or an earlier one
+  std::uint64_t outcome;           // tag_count(epoch, NotifyOutcome) of the last call, for the kernels behind it
+  std::uint32_t failed;            // 1 after a time-out, until the reset: every kernel leaves at once
+  std::uint32_t error_claimed[2];  // by fails_buffer(): 1 while that record holds what the host has not taken
+  std::uint64_t lost_peers;        // bit p: rank p will never write again, as the host has found out
 };
 
 // Of one rank, for its own launches of dispatch and combine; all zero between them.
@@ -197,12 +197,13 @@ enum class KernelErrorKind : std::uint32_t {
 };
 
 // Whether the Buffer is failed from then on, until a reset. After the others its next call works.
-inline constexpr bool fails_buffer(KernelErrorKind kind) {
+DM_HOST_DEVICE constexpr bool fails_buffer(KernelErrorKind kind) {
   return kind == KernelErrorKind::kTimeout || kind == KernelErrorKind::kPeerLost ||
          kind == KernelErrorKind::kUnknownSegment;
 }
 
-// The first error since the host took the last one. Filled by one thread; `kind` is written last, release.
+// The first failure, or the first other error, since the host took the last one. Filled by one thread; `kind` is
+// written last, release.
 struct alignas(64) ErrorRecord {
   std::uint32_t kind;   // KernelErrorKind
   std::uint32_t phase;  // WaitPhase
@@ -220,7 +221,7 @@ struct alignas(64) ErrorRecord {
 // Regions in mapped host memory, in order. Every count is tagged with the sequence number of the host's call, so the
 // host needs no order among them: it reads each word until its tag is right.
 enum class HostRegion : int {
-  kError,       // ErrorRecord, one
+  kError,       // ErrorRecord[2], by fails_buffer(): a failure is never lost for want of room
   kStarted,     // u64      tag_count(sequence, 1) once the kernel runs, one
   kOutcome,     // u64      tag_count(sequence, NotifyOutcome), one
   kRankRows,    // u64[R]   rows that each rank receives
@@ -233,7 +234,7 @@ enum class HostRegion : int {
 inline constexpr std::size_t region_bytes(HostRegion region, int num_ranks) {
   const std::size_t word = sizeof(std::uint64_t);
   switch (region) {
-    case HostRegion::kError: return sizeof(ErrorRecord);
+    case HostRegion::kError: return 2 * sizeof(ErrorRecord);
     case HostRegion::kStarted:
     case HostRegion::kOutcome: return word;
     case HostRegion::kRankRows:
@@ -262,7 +263,9 @@ class HostLayout {
       offsets_[i] = region_offset(static_cast<HostRegion>(i), num_ranks);
   }
 
-  DM_HOST_DEVICE ErrorRecord& error(char* base) const { return *at<ErrorRecord>(base, HostRegion::kError); }
+  DM_HOST_DEVICE ErrorRecord& error(char* base, bool failure) const {
+    return at<ErrorRecord>(base, HostRegion::kError)[failure ? 1 : 0];
+  }
   DM_HOST_DEVICE std::uint64_t& started(char* base) const { return *at<std::uint64_t>(base, HostRegion::kStarted); }
   DM_HOST_DEVICE std::uint64_t& outcome(char* base) const { return *at<std::uint64_t>(base, HostRegion::kOutcome); }
   DM_HOST_DEVICE std::uint64_t* rank_rows(char* base) const { return at<std::uint64_t>(base, HostRegion::kRankRows); }

@@ -164,3 +164,34 @@ TEST_CASE("GPU Buffer: refusals, different calls and a silent rank are named") {
   CHECK(cudaGetDeviceCount(&count) == cudaSuccess);
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
+
+TEST_CASE("GPU Buffer: a failure behind a refusal that nobody has read yet is not lost") {
+  if (no_gpu()) return;
+  const Shape shape{2, {24, 24}, 256, 16, 4};
+  on_ranks(2, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
+    Buffer buffer(bootstrap, streams.options(64 << 20, 2));
+    const Memory memory = streams.memory();
+    Input input = make_input(shape, buffer.rank(), 1);
+    const Uploaded uploaded = upload(buffer, memory, input, shape);
+    const DispatchResult sent = buffer.dispatch(dispatch_args(uploaded, shape));
+    CombineArgs args;
+    args.x = sent.recv_x.data.view;
+    args.handle = sent.handle.view();
+    char none[8] = {}, all[16];
+    if (buffer.rank() == 0) {
+      const CombineResult refused = buffer.combine(args), alone = buffer.combine(args);
+      bootstrap.all_gather(none, all, 8);
+      cuda(cudaDeviceSynchronize());
+      expect_throw<PeerRefusedError>([&] { buffer.check(); }, "rank 1");
+      expect_throw<TimeoutError>([&] { buffer.check(); }, "rank 1");
+      expect_throw<TimeoutError>([&] { buffer.combine(args); }, "rank 1");
+    } else {
+      bootstrap.all_gather(none, all, 8);
+      args.x.shape[0] += 1;
+      expect_throw<ArgumentError>([&] { buffer.combine(args); }, "x: got");
+    }
+    bootstrap.all_gather(none, all, 8);
+    buffer.reset();
+    round_trip(buffer, shape, 2, -1, memory);
+  });
+}

@@ -218,7 +218,11 @@ class World {
     return read(r, reinterpret_cast<const std::uint8_t*>(source), count);
   }
 
-  layout::ErrorRecord& error(int r) { return ranks_[r].domain.host_words.error(ranks_[r].host); }
+  layout::ErrorRecord& error(int r) {  // a failure, if there is one
+    const layout::HostLayout& words = ranks_[r].domain.host_words;
+    layout::ErrorRecord& failure = words.error(ranks_[r].host, true);
+    return failure.kind != 0 ? failure : words.error(ranks_[r].host, false);
+  }
 
   // Waits as a host would: for a word of mapped memory with the tag of the call.
   std::uint32_t wait_host(int r, std::uint64_t& word, std::uint32_t sequence) {

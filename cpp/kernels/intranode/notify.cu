@@ -114,12 +114,15 @@ void post_refusal(const DeviceDomain& domain, const layout::CallSignature& signa
   check_cuda(cudaGetLastError(), "launch of post_refusal");
 }
 
-void clear_error(const DeviceDomain& domain, char* host, Stream stream) {
+void clear_error(const DeviceDomain& domain, char* host, Stream stream, bool failures) {
   check_domain(domain);
-  std::atomic_ref<std::uint32_t>(domain.host_words.error(host).kind).store(0, std::memory_order_release);
   layout::NotifyState& state = domain.words.state(domain.workspaces[domain.rank]);
-  check_cuda(cudaMemsetAsync(&state.error_claimed, 0, sizeof(state.error_claimed), static_cast<cudaStream_t>(stream)),
-             "clear_error");
+  for (const bool failure : {false, true}) {
+    if (failure && !failures) break;
+    std::atomic_ref<std::uint32_t>(domain.host_words.error(host, failure).kind).store(0, std::memory_order_release);
+    std::uint32_t& claimed = state.error_claimed[failure ? 1 : 0];
+    check_cuda(cudaMemsetAsync(&claimed, 0, sizeof(claimed), static_cast<cudaStream_t>(stream)), "clear_error");
+  }
 }
 
 void reset_state(const DeviceDomain& domain, std::uint64_t epoch, Stream stream) {

@@ -16,15 +16,16 @@ struct WaitScope {
 
   __device__ char* mine() const { return domain.workspaces[domain.rank]; }
   __device__ layout::NotifyState& state() const { return domain.words.state(mine()); }
-  __device__ layout::ErrorRecord& error() const { return domain.host_words.error(domain.host); }
 };
 
-// Fills the error record unless it holds an earlier error; `fill` adds to what is set here. One thread of many gets in.
+// Fills the record of such errors unless it holds an earlier one; `fill` adds to what is set here. One thread of many
+// gets in.
 template <typename Fill>
 __device__ void report_error(const WaitScope& scope, layout::KernelErrorKind kind, layout::WaitPhase phase, int peer,
                              std::uint64_t expected, std::uint64_t seen, Fill fill) {
-  if (ptx::atom_exch_relaxed_gpu(&scope.state().error_claimed, 1u) != 0) return;
-  layout::ErrorRecord& record = scope.error();
+  const bool failure = layout::fails_buffer(kind);
+  if (ptx::atom_exch_relaxed_gpu(&scope.state().error_claimed[failure ? 1 : 0], 1u) != 0) return;
+  layout::ErrorRecord& record = scope.domain.host_words.error(scope.domain.host, failure);
   record.phase = static_cast<std::uint32_t>(phase);
   record.rank = scope.domain.rank;
   record.peer = peer;
