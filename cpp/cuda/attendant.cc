@@ -6,7 +6,10 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
+#include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <utility>
 
@@ -15,8 +18,31 @@
 #include "runtime/process.hpp"
 
 namespace deep_moe::cuda {
+namespace {
+
+// A process that ends takes CUDA down while attendants may run: they stop before. The handler is registered once CUDA
+// is in use, so it runs before CUDA's own.
+struct ProcessEnd {
+  std::shared_mutex serving;
+  bool ended = false;
+
+  ProcessEnd() {
+    std::atexit([] { process_end().stop(); });
+  }
+  static ProcessEnd& process_end() {
+    static auto* end = new ProcessEnd;
+    return *end;
+  }
+  void stop() {
+    const std::lock_guard<std::shared_mutex> lock(serving);
+    ended = true;
+  }
+};
+
+}  // namespace
 
 Attendant::Attendant(const ControlChannel& channel, std::function<void()> serve) {
+  ProcessEnd::process_end();
   wake_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (wake_fd_ < 0) throw Error(std::string("eventfd failed: ") + std::strerror(errno));
   close_in_child(wake_fd_);
@@ -29,6 +55,9 @@ Attendant::Attendant(const ControlChannel& channel, std::function<void()> serve)
       channel.wait_readable(wake_fd);
       std::uint64_t woken = 0;
       if (::read(wake_fd, &woken, sizeof(woken)) == static_cast<ssize_t>(sizeof(woken))) return;
+      ProcessEnd& end = ProcessEnd::process_end();
+      const std::shared_lock<std::shared_mutex> lock(end.serving);
+      if (end.ended) return;
       serve();
     }
   });

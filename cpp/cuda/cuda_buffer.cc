@@ -45,7 +45,6 @@ CallGate& CudaBuffer::open_gate() {
 CudaBuffer::Call::Call(CudaBuffer& buffer) : pass(buffer.open_gate()), on_device(buffer.world_->device()) {
   if (buffer.failure_) std::rethrow_exception(buffer.failure_);
   buffer.world_->check_attendant();
-  buffer.take_kernel_error();
 }
 
 Stream CudaBuffer::current_stream() const { return options.current_stream ? options.current_stream() : nullptr; }
@@ -55,7 +54,10 @@ bool CudaBuffer::is_captured() const { return capture_of(comm_stream_).active ||
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
   const std::uint64_t num_drops = world_->heap().num_drops();  // other threads may drop more behind the join
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
-  has_captured_ = has_captured_ || capture_of(comm_stream_).active;
+  if (capture_of(comm_stream_).active) {
+    has_captured_ = true;
+    world_->heap().retain_in_capture(comm_stream_);
+  }
   if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller(), num_drops);
   return streams;
 }
@@ -123,9 +125,11 @@ template <typename Check, typename Body>
 auto CudaBuffer::run(const layout::CallSignature& signature, const Check& checks, const Body& body) {
   const Call call(*this);
   try {
+    take_kernel_error();
     checks();
   } catch (const std::exception& error) {
-    post_refusal(signature, error.what());
+    // An earlier call's error comes up in place of this one, for which the peers would wait.
+    if (!failure_) post_refusal(signature, error.what());
     throw;
   }
   last_signature_ = signature;
@@ -288,7 +292,10 @@ void CudaBuffer::record_stream(const TensorView& tensor, void* stream) {
     throw_value("tensor", tensor.describe(), "a tensor that this Buffer has handed out");
 }
 
-void CudaBuffer::check() { const Call call(*this); }
+void CudaBuffer::check() {
+  const Call call(*this);
+  take_kernel_error();
+}
 
 void CudaBuffer::reset() {
   const CallGate::Pass pass(open_gate());

@@ -6,7 +6,7 @@
 
 namespace deep_moe::cuda {
 
-// Throws what has failed the Buffer, or what kernels have reported since the last look.
+// Throws what has failed the Buffer.
 struct CudaBuffer::Call {
   explicit Call(CudaBuffer& buffer);
   CallGate::Pass pass;

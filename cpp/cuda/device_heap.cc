@@ -22,6 +22,7 @@ struct DeviceHeap::Lease {
     std::vector<CUevent> users;  // recorded inside the capture
   };
   std::vector<Idle> idle;  // dropped, reusable inside the capture
+  std::vector<std::shared_ptr<void>> kept;
 };
 
 namespace {
@@ -240,6 +241,18 @@ std::shared_ptr<DeviceHeap::Lease> DeviceHeap::lease_for(Stream stream) {
   check(retained, "cuGraphRetainUserObject");
   known = lease;
   return lease;
+}
+
+void DeviceHeap::retain_in_capture(Stream stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  lease_for(stream);
+}
+
+void DeviceHeap::keep_for_graphs(const std::vector<std::shared_ptr<void>>& things) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [capture, known] : leases_) {
+    if (const auto lease = known.lock()) lease->kept = things;
+  }
 }
 
 void DeviceHeap::graph_is_gone(void* lease) {

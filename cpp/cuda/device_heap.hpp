@@ -65,6 +65,11 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   // Adds a user to the owned block that [ptr, ptr + bytes) lies in; false if there is none.
   bool record_stream(const void* ptr, Stream stream);
 
+  // A call is being captured on `stream`: what keep_for_graphs() is given lives as long as the graph.
+  void retain_in_capture(Stream stream);
+  // At the Buffer's end: what launches of graphs that still live use beside blocks.
+  void keep_for_graphs(const std::vector<std::shared_ptr<void>>& things);
+
   // See Heap.
   void quarantine(const Block& block) { heap_->quarantine(block); }
   void release_quarantine() { heap_->release_quarantine(); }

@@ -348,6 +348,7 @@ void DeviceWorld::release() noexcept {
   // Kernels of this rank may still read and write all of it.
   std::vector<std::shared_ptr<void>> things{workspace_, words_, comm_stream_, copy_stream_};
   for (Peer& peer : peers_) things.insert(things.end(), peer.segments.begin(), peer.segments.end());
+  if (device_heap_) device_heap_->keep_for_graphs(things);
   const auto pool = std::make_shared<EventPool>(device_);
   std::vector<CUevent> events;
   const OutsideCapture outside_capture;
