@@ -13,6 +13,7 @@ namespace deep_moe::layout {
 inline constexpr int kMaxKernelRanks = 64;   // the ranks of a token are the bits of one word
 inline constexpr int kMaxNotifyBlocks = 64;  // blocks of one launch that read ids
 inline constexpr int kMaxRowBlocks = 256;    // blocks of one launch that move rows
+inline constexpr std::size_t kLowLatencyStateBytes = 256;
 inline constexpr int kMaxSegments = 64;      // of one rank, in the tables of addresses that kernels read
 
 // A word that is its own flag: the low 32 bits of the epoch (or of a sequence number) above a 32-bit count. Nothing
@@ -60,6 +61,7 @@ enum class NotifyRegion : int {
   kBlockWords,  // u64[blocks][R]          rows of the tokens of each block, by destination
   kExpertSums,  // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
   kLayoutSums,  // u64[kMaxExperts + R]    the same for get_dispatch_layout
+  kLowLatencyState,  // LowLatencyState, one (low_latency_words.hpp)
   kCountWords,  // u64[depth][R][R + Lmax] by source: its rows for every rank, then its entries for each of my experts
   kBlocksDone,  // u64[R][row blocks]      by source: tag_count(epoch, its blocks) from each block that is through
   kCount,
@@ -75,6 +77,7 @@ inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
     case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
     case NotifyRegion::kExpertSums: return word * kMaxExperts;
     case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
+    case NotifyRegion::kLowLatencyState: return kLowLatencyStateBytes;
     case NotifyRegion::kCountWords:
       return word * kAnnounceDepth * r * (r + static_cast<std::size_t>(expert_count_stride(num_ranks)));
     case NotifyRegion::kBlocksDone: return word * r * kMaxRowBlocks;
@@ -101,7 +104,8 @@ class DeviceLayout {
   explicit DeviceLayout(int num_ranks)
       : num_ranks_(num_ranks),
         words_per_src_(num_ranks + expert_count_stride(num_ranks)),
-        announce_(region_offset(Region::kAnnounce, num_ranks)) {
+        announce_(region_offset(Region::kAnnounce, num_ranks)),
+        consumed_(region_offset(Region::kConsumed, num_ranks)) {
     for (int i = 0; i < static_cast<int>(NotifyRegion::kCount); ++i)
       offsets_[i] = region_offset(static_cast<NotifyRegion>(i), num_ranks);
   }
@@ -109,6 +113,13 @@ class DeviceLayout {
   // The same record as Workspace::announce.
   DM_HOST_DEVICE Announce& announce(char* base, std::uint64_t epoch, int src) const {
     return reinterpret_cast<Announce*>(base + announce_)[ring_slot(epoch) * num_ranks_ + src];
+  }
+  // The same word as Workspace::slot_word(Region::kConsumed, slot, receiver).
+  DM_HOST_DEVICE std::uint64_t* consumed(char* base, int slot, int receiver) const {
+    return &reinterpret_cast<Word*>(base + consumed_)[slot * num_ranks_ + receiver].value;
+  }
+  DM_HOST_DEVICE char* low_latency_state(char* base) const {
+    return at<char>(base, NotifyRegion::kLowLatencyState);
   }
   DM_HOST_DEVICE RowState& row_state(char* base) const { return *at<RowState>(base, NotifyRegion::kRowState); }
   DM_HOST_DEVICE Route& route(char* base, int dst) const { return at<Route>(base, NotifyRegion::kRoutes)[dst]; }
@@ -142,7 +153,7 @@ class DeviceLayout {
 
   int num_ranks_ = 0;
   int words_per_src_ = 0;
-  std::size_t announce_ = 0;
+  std::size_t announce_ = 0, consumed_ = 0;
   std::size_t offsets_[static_cast<int>(NotifyRegion::kCount)] = {};
 };
 
@@ -171,6 +182,10 @@ enum class WaitPhase : std::uint32_t {
   kRowLoad,
   kRowsDone,
   kPullDone,
+  kSlotSpace,
+  kRouting,
+  kUnits,
+  kWeights,
 };
 
 inline constexpr const char* wait_phase_name(WaitPhase phase) {
@@ -181,6 +196,10 @@ inline constexpr const char* wait_phase_name(WaitPhase phase) {
     case WaitPhase::kRowLoad: return "rows on their way into shared memory";
     case WaitPhase::kRowsDone: return "dispatch: rows of a peer";
     case WaitPhase::kPullDone: return "combine: a peer's word that it has read this rank's rows";
+    case WaitPhase::kSlotSpace: return "low latency: a peer that still has to read the slot's last rows (its hook)";
+    case WaitPhase::kRouting: return "low latency: what a peer sends";
+    case WaitPhase::kUnits: return "low latency: rows of a peer";
+    case WaitPhase::kWeights: return "low latency: weights of a peer";
     case WaitPhase::kRingSpace: return "refusal: space in the ring of announcements";
     default: return "none";
   }
