@@ -8,15 +8,13 @@
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
+#include "runtime/validate_low_latency.hpp"
 
 namespace deep_moe::cuda {
 
 CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
     : Buffer::Impl(bootstrap, options_), gate_([this] { release(); }) {
-  if (options.low_latency_mode)
-    throw UnavailableError(
-        "low_latency_mode: this version has the low-latency calls on the CPU alone; on GPUs it has "
-        "the high-throughput ones");
+  if (options.enable_shrink) throw UnavailableError("enable_shrink: not on GPUs in this version");
   DeviceWorldOptions world;
   world.device = options.device;
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
@@ -35,6 +33,8 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   comm_stream_ = world_->comm_stream();
   const OnDevice on_device(world_->device());
   events_ = std::make_unique<CallEvents>();
+  low_latency_ = std::make_unique<LowLatency>(*world_, options.num_rdma_bytes, world_->num_ranks_on_device(),
+                                              options.current_stream);
 }
 
 CudaBuffer::~CudaBuffer() { destroy(); }
@@ -53,6 +53,7 @@ CudaBuffer::Call::Call(CudaBuffer& buffer) : pass(buffer.open_gate()), on_device
 Stream CudaBuffer::current_stream() const { return options.current_stream ? options.current_stream() : nullptr; }
 
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
+  low_latency_->before_other_call(comm_stream_);
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
   has_captured_ = has_captured_ || capture_of(comm_stream_).active;
   if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller());
@@ -108,6 +109,7 @@ void CudaBuffer::take_kernel_error() {
 }
 
 void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std::string& reason) {
+  low_latency_->before_other_call(comm_stream_);
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 
@@ -217,12 +219,28 @@ LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::in
   return result;
 }
 
-LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispatchArgs&) {
-  throw UnavailableError("low_latency_dispatch: not on GPUs in this version");
+LowLatency::Enter CudaBuffer::hook_entry() {
+  return [self = shared_from_this()]() -> std::shared_ptr<void> { return std::make_shared<Call>(*self); };
 }
-LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs&) {
-  throw UnavailableError("low_latency_combine: not on GPUs in this version");
+
+LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
+  const layout::CallSignature call = signature(args);
+  return run(
+      call,
+      [&] {
+        low_latency_->validate(args);
+        if (check_ids_) check_device_ids(args.topk_idx, args.num_experts);
+      },
+      [&] { return low_latency_->dispatch(args, call, current_stream(), hook_entry()); });
 }
+
+LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
+  const layout::CallSignature call = signature(args);
+  return run(
+      call, [&] { low_latency_->validate(args); },
+      [&] { return low_latency_->combine(args, call, current_stream(), hook_entry()); });
+}
+
 void CudaBuffer::clean_low_latency_buffer(std::int64_t max_tokens, std::int64_t hidden, std::int64_t num_experts) {
   const Call call(*this);
   low_latency_size_hint(max_tokens, hidden, num_ranks, num_experts);  // checks the numbers; there is nothing to clean
@@ -255,7 +273,9 @@ Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, boo
 
 MemoryStats CudaBuffer::memory_stats() {
   const CallGate::Pass pass(open_gate());
-  return world_->heap().stats();
+  MemoryStats stats = world_->heap().stats();
+  stats.ll_staging_bytes = low_latency_->staging_bytes();
+  return stats;
 }
 
 std::string CudaBuffer::memory_kind() {
@@ -283,12 +303,14 @@ void CudaBuffer::reset() {
   const CallGate::Pass pass(open_gate());
   const OnDevice on_device(world_->device());
   try {
+    low_latency_->before_other_call(comm_stream_);  // whose end is waited for
     world_->reset();
   } catch (...) {
     if (!failure_) failure_ = std::current_exception();  // the kernels of this rank have been told to leave
     throw;
   }
   world_->heap().release_quarantine();
+  low_latency_->restart();
   failure_ = nullptr;
 }
 
@@ -296,6 +318,7 @@ void CudaBuffer::destroy() {
   if (forks != fork_count()) {
     new std::shared_ptr<DeviceWorld>(std::move(world_));  // the parent's; its driver state is useless here
     (void)events_.release();
+    (void)low_latency_.release();
     return;
   }
   gate_.destroy();
@@ -306,6 +329,10 @@ void CudaBuffer::release() noexcept {
   scratch_[1] = {};
   if (!world_) return;  // its construction has failed
   const OnDevice on_device = OnDevice::quiet(world_->device());
+  if (on_device)
+    low_latency_.reset();
+  else
+    (void)low_latency_.release();
   world_->depart(!has_captured_);
   world_.reset();
   if (on_device) {

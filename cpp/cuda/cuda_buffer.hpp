@@ -12,13 +12,14 @@
 #include <mutex>
 
 #include "cuda/call_streams.hpp"
+#include "cuda/cuda_low_latency.hpp"
 #include "cuda/device_world.hpp"
 #include "runtime/buffer_impl.hpp"
 #include "runtime/call_gate.hpp"
 
 namespace deep_moe::cuda {
 
-class CudaBuffer final : public Buffer::Impl {
+class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_this<CudaBuffer> {
  public:
   CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options);
   ~CudaBuffer() override;
@@ -60,6 +61,7 @@ class CudaBuffer final : public Buffer::Impl {
   template <typename Check, typename Body>
   auto run(const layout::CallSignature& signature, const Check& checks, const Body& body);
   void post_refusal(const layout::CallSignature& signature, const std::string& reason);
+  LowLatency::Enter hook_entry();
   // Used first on one stream, and handed out on another.
   Tensor device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream first_user, Stream user);
   void release() noexcept;
@@ -87,6 +89,7 @@ class CudaBuffer final : public Buffer::Impl {
   std::shared_ptr<DeviceWorld> world_;
   Stream comm_stream_ = nullptr;  // lives as long as the process
   std::unique_ptr<CallEvents> events_;
+  std::unique_ptr<LowLatency> low_latency_;
   std::exception_ptr failure_;
   std::uint32_t sequence_ = 0;
   layout::CallSignature last_signature_;  // of the newest call, for the text of a mismatch

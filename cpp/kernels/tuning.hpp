@@ -59,12 +59,12 @@ struct CombineTuning {
 };
 
 struct LowLatencyTuning {
-  static constexpr int kThreads = 512;         // of a block
-  static constexpr int kFewestCarriers = 6;  // blocks for rows, also where this rank has none
-  static constexpr int kItemsPerChunk = 8;   // tokens that a receiving block places at a time
-  static constexpr int kIdUnitsInFlight = 2; // of a thread
-  static constexpr int kRowsInFlight = 2;    // of a lane that sums
-  static constexpr int kRowsAwaited = 2;     // the same, of rows that peers send
+  static constexpr int kThreads = 512;        // of a block
+  static constexpr int kFewestCarriers = 6;   // blocks for rows, also where this rank has none
+  static constexpr int kItemsPerChunk = 8;    // tokens that a receiving block places at a time
+  static constexpr int kIdUnitsInFlight = 2;  // of a thread
+  static constexpr int kRowsInFlight = 2;     // of a lane that sums
+  static constexpr int kRowsAwaited = 2;      // the same, of rows that peers send
 };
 
 static_assert(LowLatencyTuning::kThreads >= 2 * layout::kMaxKernelRanks, "one thread a rank to post, one to wait");

@@ -15,7 +15,8 @@ namespace deep_moe::layout {
 inline constexpr int kUnitBytes = 16;
 inline constexpr int kUnitPayload = 12;
 // What a warp sends or receives at a time: 3 vectors of 16 bytes a lane, as 4 units. Vector j of a lane is the
-// (32 j + lane)-th of the tile, and unit j as well: a lane's words change from one form to the other without leaving it.
+// (32 j + lane)-th of the tile, and unit j as well: a lane's words change from one form to the other without leaving
+// it.
 inline constexpr int kLaneVectors = 3;
 inline constexpr int kLaneUnits = 4;
 static_assert(kLaneVectors * 16 == kLaneUnits * kUnitPayload);
@@ -44,9 +45,6 @@ struct LowLatencyState {
 };
 static_assert(sizeof(LowLatencyState) <= kLowLatencyStateBytes);
 
-// Blocks of one launch add to the upper bits of NotifyState::epoch once they have read it; the last takes them away.
-inline constexpr int kArrivalShift = 48;
-
 // One slot of one rank's staging during a dispatch: a header a source, then the ids of all its tokens (for every rank,
 // so that each can tell where rows go), then the rows of those tokens that have an expert here.
 struct LowLatencyDispatchSlot {
@@ -54,12 +52,12 @@ struct LowLatencyDispatchSlot {
   int num_scale_tiles = 0;  // of a row's scales as bytes, if they are not the library's
   int num_scale_units = 0;  // else
   int num_weight_units = 0;
-  int num_id_units = 0;             // of one token
-  std::size_t ids_stride = 0;       // bytes from one source's ids to the next's
-  std::size_t rows_begin = 0;       // bytes into the slot
-  std::size_t row_stride = 0;       // token t of source s: row s * M + t
-  std::size_t scales_offset = 0;    // inside a row
-  std::size_t weights_offset = 0;   // inside a row
+  int num_id_units = 0;            // of one token
+  std::size_t ids_stride = 0;      // bytes from one source's ids to the next's
+  std::size_t rows_begin = 0;      // bytes into the slot
+  std::size_t row_stride = 0;      // token t of source s: row s * M + t
+  std::size_t scales_offset = 0;   // inside a row
+  std::size_t weights_offset = 0;  // inside a row
   std::size_t total = 0;
   std::int64_t max_tokens = 0;
   int num_ranks = 0;

@@ -14,7 +14,7 @@ inline constexpr int kMaxKernelRanks = 64;   // the ranks of a token are the bit
 inline constexpr int kMaxNotifyBlocks = 64;  // blocks of one launch that read ids
 inline constexpr int kMaxRowBlocks = 256;    // blocks of one launch that move rows
 inline constexpr std::size_t kLowLatencyStateBytes = 256;
-inline constexpr int kMaxSegments = 64;      // of one rank, in the tables of addresses that kernels read
+inline constexpr int kMaxSegments = 64;  // of one rank, in the tables of addresses that kernels read
 
 // A word that is its own flag: the low 32 bits of the epoch (or of a sequence number) above a 32-bit count. Nothing
 // else has to be ordered with it, so relaxed loads and stores do.
@@ -25,6 +25,11 @@ DM_HOST_DEVICE std::uint32_t tagged_count(std::uint64_t word) { return static_ca
 // A sum that several blocks add to: arrivals above a 32-bit sum. Whoever completes the arrivals owns the total.
 DM_HOST_DEVICE std::uint64_t arrive_with(std::uint32_t count) { return (std::uint64_t{1} << 32) | count; }
 DM_HOST_DEVICE std::uint32_t arrivals(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 32); }
+
+// Blocks of a low-latency launch add to the upper bits of NotifyState::epoch once they have read it; the last of them
+// takes that away. What a launch which left early has left there is no part of the epoch.
+inline constexpr int kArrivalShift = 48;
+DM_HOST_DEVICE std::uint64_t epoch_of(std::uint64_t word) { return word & ((std::uint64_t{1} << kArrivalShift) - 1); }
 
 // Of one rank, for its own kernels.
 struct alignas(64) NotifyState {
@@ -55,12 +60,12 @@ static_assert(sizeof(Route) == 64);
 // Regions in a rank's device memory, in order, behind those of workspace.hpp. Sizes and addresses derive from this
 // list.
 enum class NotifyRegion : int {
-  kState,       // NotifyState, one
-  kRowState,    // RowState, one
-  kRoutes,      // Route[R]                by destination
-  kBlockWords,  // u64[blocks][R]          rows of the tokens of each block, by destination
-  kExpertSums,  // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
-  kLayoutSums,  // u64[kMaxExperts + R]    the same for get_dispatch_layout
+  kState,            // NotifyState, one
+  kRowState,         // RowState, one
+  kRoutes,           // Route[R]                by destination
+  kBlockWords,       // u64[blocks][R]          rows of the tokens of each block, by destination
+  kExpertSums,       // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
+  kLayoutSums,       // u64[kMaxExperts + R]    the same for get_dispatch_layout
   kLowLatencyState,  // LowLatencyState, one (low_latency_words.hpp)
   kCountWords,  // u64[depth][R][R + Lmax] by source: its rows for every rank, then its entries for each of my experts
   kBlocksDone,  // u64[R][row blocks]      by source: tag_count(epoch, its blocks) from each block that is through
@@ -118,9 +123,7 @@ class DeviceLayout {
   DM_HOST_DEVICE std::uint64_t* consumed(char* base, int slot, int receiver) const {
     return &reinterpret_cast<Word*>(base + consumed_)[slot * num_ranks_ + receiver].value;
   }
-  DM_HOST_DEVICE char* low_latency_state(char* base) const {
-    return at<char>(base, NotifyRegion::kLowLatencyState);
-  }
+  DM_HOST_DEVICE char* low_latency_state(char* base) const { return at<char>(base, NotifyRegion::kLowLatencyState); }
   DM_HOST_DEVICE RowState& row_state(char* base) const { return *at<RowState>(base, NotifyRegion::kRowState); }
   DM_HOST_DEVICE Route& route(char* base, int dst) const { return at<Route>(base, NotifyRegion::kRoutes)[dst]; }
   DM_HOST_DEVICE std::uint64_t* blocks_done(char* base, int src) const {  // [kMaxRowBlocks]

@@ -66,8 +66,8 @@ struct LowMode {
   bool halves = false;  // dispatch and combine in two launches each
   bool short_ids = false;
   int num_blocks = 9;
-  std::int64_t gap = 0;      // bytes between rows of x, of the combine's input and of its output
-  int scale_items = 0;       // opaque rows: scales of scale_bytes each
+  std::int64_t gap = 0;  // bytes between rows of x, of the combine's input and of its output
+  int scale_items = 0;   // opaque rows: scales of scale_bytes each
   int scale_bytes = 4;
 };
 
@@ -161,8 +161,7 @@ class LowCall {
     const DType dtype = mode_.fp8 ? DType::kFloat8E4M3 : shape_.dtype;
     result.recv_x.data = host(recv_x_, dtype, {L, rows, shape_.hidden});
     if (mode_.fp8) {
-      result.recv_x.scales =
-          host(recv_scales_, mode_.ue8m0 ? DType::kInt32 : DType::kFloat32, {L, rows, num_scales_});
+      result.recv_x.scales = host(recv_scales_, mode_.ue8m0 ? DType::kInt32 : DType::kFloat32, {L, rows, num_scales_});
       result.recv_x.scales.view.stride[1] = 1;
       result.recv_x.scales.view.stride[2] = rows;
       model_->check_fp8_rows(r_, result, mode_.round_scale || mode_.ue8m0, mode_.ue8m0);
@@ -170,7 +169,8 @@ class LowCall {
       model_->check_plain_rows(r_, result);
     }
     if (mode_.scale_items > 0) check_scales();
-    const Tensor stats = host(stats_, DType::kInt32, {L}), waited = host(wait_stats_, DType::kInt64, {shape_.num_ranks});
+    const Tensor stats = host(stats_, DType::kInt32, {L}),
+                 waited = host(wait_stats_, DType::kInt64, {shape_.num_ranks});
     for (std::int64_t local = 0; local < L; ++local)
       expect(stats.as<std::int32_t>()[local] == 7 + result.recv_count.as<std::int32_t>()[local], "statistics");
     for (int peer = 0; peer < shape_.num_ranks; ++peer)
@@ -222,6 +222,7 @@ class LowCall {
       args.scales.item_stride = mode_.scale_bytes * shape_.num_tokens[r_];
     }
     args.ids = topk_ids();
+    args.with_weights = mode_.weights;
     if (mode_.weights) {
       args.topk_weights = reads ? reinterpret_cast<const float*>(weights_) : nullptr;
       args.weight_stride = shape_.topk;
@@ -321,8 +322,7 @@ class LowCall {
   }
   kernels::TopkIds topk_ids() const {
     const int topk = static_cast<int>(shape_.topk);
-    return {ids_, mode_.short_ids ? 4 : 8, topk, shape_.num_tokens[r_],
-            topk};
+    return {ids_, mode_.short_ids ? 4 : 8, topk, shape_.num_tokens[r_], topk};
   }
   kernels::LowLatencyCall call(kernels::LowLatencyHalf half, layout::CallKind kind, std::uint64_t* epoch) {
     kernels::LowLatencyCall call;

@@ -51,7 +51,12 @@ double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, Wh
       together.wait();
       cuda(cudaGraphLaunch(graphs[r], stream));
       cuda(cudaEventRecord(begin[r], stream));
-      for (int g = 0; g < kGraphs; ++g) cuda(cudaGraphLaunch(graphs[r], stream));
+      // No rank is a launch ahead of one that has not launched: a launch may wait for the one before it with the
+      // driver's lock held, and that one for the other rank.
+      for (int g = 0; g < kGraphs; ++g) {
+        together.wait();
+        cuda(cudaGraphLaunch(graphs[r], stream));
+      }
       cuda(cudaEventRecord(end[r], stream));
       cuda(cudaStreamSynchronize(stream));
       float ms = 0;

@@ -51,10 +51,9 @@ __device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, 
   ptx::griddepcontrol_wait();
   layout::NotifyState& notify = domain.words.state(domain.workspaces[domain.rank]);
   layout::LowLatencyState& state = low_latency_state(domain);
-  constexpr std::uint64_t kEpochMask = (std::uint64_t{1} << layout::kArrivalShift) - 1;
   const bool is_second = call.half == LowLatencyHalf::kReceive;
   const std::uint64_t epoch =
-      is_second ? ptx::ld_relaxed_gpu(call.epoch) : (ptx::ld_relaxed_gpu(&notify.epoch) & kEpochMask) + 1;
+      is_second ? ptx::ld_relaxed_gpu(call.epoch) : layout::epoch_of(ptx::ld_relaxed_gpu(&notify.epoch)) + 1;
   const std::uint64_t ready = ptx::ld_relaxed_gpu(&state.ready_epoch);
   const bool failed = ptx::ld_relaxed_gpu(&notify.failed) != 0;
   const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);
@@ -123,9 +122,9 @@ __device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer,
         unit = ptx::ld_relaxed_sys_16(header);
         if (watch && ++round % kRoundsPerLook == 0) {
           const layout::Announce& record = announcement(run.scope, peer);
-          other = ptx::ld_acquire_sys(&record.epoch) == run.scope.epoch &&
-                  (record.status != static_cast<std::uint32_t>(layout::CallStatus::kOk) ||
-                   record.hash != run.call.hash);
+          other =
+              ptx::ld_acquire_sys(&record.epoch) == run.scope.epoch &&
+              (record.status != static_cast<std::uint32_t>(layout::CallStatus::kOk) || record.hash != run.call.hash);
         }
         return std::uint64_t{unit.w};
       },
@@ -155,18 +154,18 @@ __device__ __forceinline__ void run_herald(LowLatencyRun& run, std::int64_t num_
       const uint4 header = make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(call.hash),
                                       static_cast<std::uint32_t>(call.hash >> 32), run.tag);
       ptx::st_relaxed_sys_16(run.slot_of(peer) + run.rank() * layout::kUnitBytes, header);
-      ready = ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]) == ptx::ld_relaxed_gpu(&run.state.trouble[next]) ||
-              peer == run.rank() ||
-              ptx::ld_acquire_sys(run.consumed(run.rank(), next, peer)) >=
-                  ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]);
+      ready =
+          ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]) == ptx::ld_relaxed_gpu(&run.state.trouble[next]) ||
+          peer == run.rank() ||
+          ptx::ld_acquire_sys(run.consumed(run.rank(), next, peer)) >= ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]);
     }
     std::uint64_t done[layout::kLowLatencySlots];
 #pragma unroll
     for (int i = 0; i < layout::kLowLatencySlots; ++i) done[i] = ptx::ld_relaxed_gpu(&run.state.done_epoch[i]);
     layout::Announce* record = nullptr;
     if (run.sends())
-      record = &fill_announcement(run.scope, peer, call.signature, call.hash, num_tokens, layout::Place{},
-                                  layout::Place{});
+      record =
+          &fill_announcement(run.scope, peer, call.signature, call.hash, num_tokens, layout::Place{}, layout::Place{});
     ptx::fence_acq_rel_sys();
 #pragma unroll
     for (int i = 0; i < layout::kLowLatencySlots; ++i) ptx::st_relaxed_sys(run.consumed(peer, i, run.rank()), done[i]);

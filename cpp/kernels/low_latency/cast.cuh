@@ -12,7 +12,7 @@
 
 namespace deep_moe::kernels {
 
-inline constexpr int kCastBlock = 128;  // elements that share a scale
+inline constexpr int kCastBlock = 128;    // elements that share a scale
 inline constexpr int kCastElements = 16;  // of one lane: 16 bytes of fp8
 inline constexpr int kCastLanes = kCastBlock / kCastElements;
 
@@ -130,7 +130,8 @@ __device__ __forceinline__ uint4 cast_block(const CastInput<T>& input, bool roun
 #pragma unroll
   for (int i = 0; i < kCastElements / 4; ++i) {
     const auto pair = [&](int at) {
-      const float2 values = make_float2(__fmul_rn(input.value(at), both.inverse), __fmul_rn(input.value(at + 1), both.inverse));
+      const float2 values =
+          make_float2(__fmul_rn(input.value(at), both.inverse), __fmul_rn(input.value(at + 1), both.inverse));
       return static_cast<std::uint32_t>(__nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, __NV_E4M3));
     };
     words[i] = pair(4 * i) | pair(4 * i + 2) << 16;

@@ -1,5 +1,5 @@
-// Low-latency combine, as parts: sums of a holder, sums of an owner, what both have to know of a token. README.md beside
-// this file has the words and the order among them; comments name its steps.
+// Low-latency combine, as parts: sums of a holder, sums of an owner, what both have to know of a token. README.md
+// beside this file has the words and the order among them; comments name its steps.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Term {
 // Shared memory of a block: the terms of a chunk of tokens.
 struct CombineChunk {
   static constexpr int kTokens = LowLatencyTuning::kThreads / 32;  // a warp looks one up
-  Term* terms;  // [tokens][K]
+  Term* terms;                                                     // [tokens][K]
   __device__ explicit CombineChunk(char* base) : terms(reinterpret_cast<Term*>(base)) {}
   static std::size_t bytes(int topk) { return sizeof(Term) * static_cast<std::size_t>(kTokens * topk); }
 };
@@ -147,8 +147,7 @@ __device__ __forceinline__ LaneVectors sum_local_rows(const LowLatencyCombinePar
     } else {
 #pragma unroll
       for (int n = 0; n < kBatch; ++n)
-        if (first + n < num_terms)
-          load_vectors(x + terms[first + n].at, tile, params.x_alignment, &vectors[n]);
+        if (first + n < num_terms) load_vectors(x + terms[first + n].at, tile, params.x_alignment, &vectors[n]);
     }
 #pragma unroll
     for (int n = 0; n < kBatch; ++n)
@@ -167,8 +166,8 @@ struct PackedRows {
   }
 };
 
-// A tile of rows that peers send, several asked for at a time: row n of `count` lies at address(n), comes from holder(n)
-// and is given to take(n, vectors) in order; one that skip(n) is not waited for. False: leave.
+// A tile of rows that peers send, several asked for at a time: row n of `count` lies at address(n), comes from
+// holder(n) and is given to take(n, vectors) in order; one that skip(n) is not waited for. False: leave.
 template <typename Address, typename Holder, typename Skip, typename Take>
 __device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile& tile, int count, Address address,
                                            Holder holder, Skip skip, Take take) {
@@ -182,8 +181,8 @@ __device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTil
 #pragma unroll
     for (int n = 0; n < kBatch; ++n) {
       if (first + n >= count) break;
-      if (!skip(first + n) && !await_units(scope, layout::WaitPhase::kUnits, holder(first + n), address(first + n),
-                                           tile, &units[n]))
+      if (!skip(first + n) &&
+          !await_units(scope, layout::WaitPhase::kUnits, holder(first + n), address(first + n), tile, &units[n]))
         return false;
       take(first + n, to_vectors(units[n]));
     }

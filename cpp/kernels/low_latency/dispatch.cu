@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "kernels/intranode/launch.hpp"
-#include "kernels/low_latency/dispatch.cuh"
+#include "kernels/low_latency/dispatch_receive.cuh"
 #include "kernels/low_latency/launch.hpp"
 
 namespace deep_moe::kernels {
@@ -46,8 +46,7 @@ __device__ bool collect_ids(const LowLatencyRun& run, const LowLatencyDispatchPa
                               const int k = u * layout::kIdsPerUnit + i, id = static_cast<int>(id_of_unit(unit, i));
                               const int local = id - first_expert;
                               if (item >= first) {
-                                if (k < topk)
-                                  shared.ids[(item - first) * topk + k] = static_cast<std::uint16_t>(id);
+                                if (k < topk) shared.ids[(item - first) * topk + k] = static_cast<std::uint16_t>(id);
                               } else if (local >= 0 && local < num_local) {
                                 atomicAdd(&shared.counts[local], 1u);
                               }
@@ -156,13 +155,15 @@ __device__ void run_clerk(const LowLatencyRun& run, const LowLatencyDispatchPara
   bool ok = watch_peers(run, num_tokens);
 #pragma unroll 1
   while (true) {
-    ok = for_each_id_unit(run, params.slot, items, 0, items.total(), [&](int, int src, int, const uint4& unit) {
+    ok = for_each_id_unit(run, params.slot, items, 0, items.total(),
+                          [&](int, int src, int, const uint4& unit) {
 #pragma unroll
-      for (int i = 0; i < layout::kIdsPerUnit; ++i) {
-        const int local = static_cast<int>(id_of_unit(unit, i)) - first_expert;
-        if (local >= 0 && local < num_local) atomicAdd(&counts[src * num_local + local], 1u);
-      }
-    }) && ok;
+                            for (int i = 0; i < layout::kIdsPerUnit; ++i) {
+                              const int local = static_cast<int>(id_of_unit(unit, i)) - first_expert;
+                              if (local >= 0 && local < num_local) atomicAdd(&counts[src * num_local + local], 1u);
+                            }
+                          }) &&
+         ok;
     if (!__syncthreads_and(ok)) return;
     bool right = true;
     for (int src = 0; src < num_ranks; ++src)
@@ -233,8 +234,7 @@ std::size_t shared_bytes(int num_experts, int num_ranks, int topk) {
 
 layout::LowLatencyDispatchSlot slot_of(int num_ranks, const LowLatencyDispatchArgs& args) {
   return layout::LowLatencyDispatchSlot(num_ranks, args.call.max_tokens, args.ids.topk, args.row_bytes,
-                                        args.scales.num_items * args.scales.item_bytes, args.cast,
-                                        args.topk_weights != nullptr || args.recv_weights != nullptr);
+                                        args.scales.num_items * args.scales.item_bytes, args.cast, args.with_weights);
 }
 
 }  // namespace
@@ -255,17 +255,16 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   params.args = args;
   params.slot = slot_of(domain.num_ranks, args);
   params.num_row_tasks = params.slot.num_tiles + params.slot.num_scale_tiles + 1;
-  params.num_scales = static_cast<int>(args.cast ? args.row_bytes / kCastBlock / (args.ue8m0 ? 4 : 1)
-                                                 : args.scales.num_items);
-  params.x_alignment =
-      common_alignment(reinterpret_cast<std::uintptr_t>(args.x) |
-                       static_cast<std::uint64_t>(args.num_tokens > 1 ? args.row_stride : 0) | 16u);
+  params.num_scales =
+      static_cast<int>(args.cast ? args.row_bytes / kCastBlock / (args.ue8m0 ? 4 : 1) : args.scales.num_items);
+  params.x_alignment = common_alignment(reinterpret_cast<std::uintptr_t>(args.x) |
+                                        static_cast<std::uint64_t>(args.num_tokens > 1 ? args.row_stride : 0) | 16u);
   check_range("tasks of a call", args.call.max_tokens * domain.num_ranks * params.num_row_tasks, 0, INT32_MAX);
   // As if all ranks had as many tokens as this one; with more than that it takes longer.
   const std::int64_t row_tasks = args.num_tokens * params.num_row_tasks;
-  const int num_blocks = num_low_latency_blocks(
-      args.call, args.call.half == LowLatencyHalf::kReceive ? 0 : row_tasks,
-      args.call.half == LowLatencyHalf::kSend ? 0 : row_tasks * domain.num_ranks);
+  const int num_blocks =
+      num_low_latency_blocks(args.call, args.call.half == LowLatencyHalf::kReceive ? 0 : row_tasks,
+                             args.call.half == LowLatencyHalf::kSend ? 0 : row_tasks * domain.num_ranks);
   with_rows(args, [&](auto rows) {
     launch(dispatch_kernel<decltype(rows)>, num_blocks, LowLatencyTuning::kThreads / 32,
            shared_bytes(args.call.num_experts, domain.num_ranks, args.ids.topk), stream, true,

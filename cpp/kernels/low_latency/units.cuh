@@ -81,9 +81,9 @@ __device__ __forceinline__ bool await_unit(const WaitScope& scope, layout::WaitP
 
 // The same for all units of a lane, and one more, of its scales, if `scale_address` is not null. The same answer in the
 // whole warp.
-__device__ __forceinline__ bool await_units(const WaitScope& scope, layout::WaitPhase phase, int peer,
-                                            const char* row, const LaneTile& tile, LaneUnits* units,
-                                            const void* scale_address = nullptr, uint4* scales = nullptr) {
+__device__ __forceinline__ bool await_units(const WaitScope& scope, layout::WaitPhase phase, int peer, const char* row,
+                                            const LaneTile& tile, LaneUnits* units, const void* scale_address = nullptr,
+                                            uint4* scales = nullptr) {
   const std::uint32_t tag = static_cast<std::uint32_t>(scope.epoch);
   const auto different = [&] {  // from the tag, in any of the tags
     std::uint32_t bits = 0;

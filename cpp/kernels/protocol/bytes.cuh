@@ -57,7 +57,8 @@ __device__ __forceinline__ void store_16(void* address, const uint4& bits, int a
   }
 }
 
-// The same where the address is hardly ever aligned to less than 16 bytes: code that is seldom run stays out of the way.
+// The same where the address is hardly ever aligned to less than 16 bytes: code that is seldom run stays out of the
+// way.
 static __device__ __noinline__ uint4 load_16_unaligned(const void* address, int alignment) {
   return load_16(address, alignment);
 }

@@ -90,7 +90,7 @@ __device__ __forceinline__ bool wait_until(const WaitScope& scope, layout::WaitP
 // The common case: a word that is its own flag.
 template <typename Load>
 __device__ __forceinline__ bool wait_for_tag(const WaitScope& scope, layout::WaitPhase phase, int peer, Load load,
-                             std::uint64_t* value) {
+                                             std::uint64_t* value) {
   return wait_until(
       scope, phase, peer, layout::tag_count(scope.epoch, 0), load,
       [&](std::uint64_t word) { return layout::has_tag(word, scope.epoch); }, value);
