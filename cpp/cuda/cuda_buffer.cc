@@ -33,8 +33,9 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   comm_stream_ = world_->comm_stream();
   const OnDevice on_device(world_->device());
   events_ = std::make_unique<CallEvents>();
-  low_latency_ = std::make_unique<LowLatency>(*world_, options.num_rdma_bytes, world_->num_ranks_on_device(),
-                                              options.current_stream);
+  low_latency_ = std::make_unique<LowLatency>(
+      *world_, options.num_rdma_bytes, world_->num_ranks_on_device(), options.current_stream,
+      [this](const layout::CallSignature& call, const std::string& reason) { post_refusal(call, reason); });
 }
 
 CudaBuffer::~CudaBuffer() { destroy(); }
@@ -231,14 +232,20 @@ LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispat
         low_latency_->validate(args);
         if (check_ids_) check_device_ids(args.topk_idx, args.num_experts);
       },
-      [&] { return low_latency_->dispatch(args, call, current_stream(), hook_entry()); });
+      [&] {
+        has_captured_ = has_captured_ || capture_of(current_stream()).active;
+        return low_latency_->dispatch(args, call, current_stream(), hook_entry());
+      });
 }
 
 LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
   const layout::CallSignature call = signature(args);
   return run(
       call, [&] { low_latency_->validate(args); },
-      [&] { return low_latency_->combine(args, call, current_stream(), hook_entry()); });
+      [&] {
+        has_captured_ = has_captured_ || capture_of(current_stream()).active;
+        return low_latency_->combine(args, call, current_stream(), hook_entry());
+      });
 }
 
 void CudaBuffer::clean_low_latency_buffer(std::int64_t max_tokens, std::int64_t hidden, std::int64_t num_experts) {
@@ -329,6 +336,7 @@ void CudaBuffer::release() noexcept {
   scratch_[1] = {};
   if (!world_) return;  // its construction has failed
   const OnDevice on_device = OnDevice::quiet(world_->device());
+  if (on_device && low_latency_) low_latency_->depart(comm_stream_);
   if (on_device)
     low_latency_.reset();
   else

@@ -12,6 +12,7 @@
 #include "layout/handle.hpp"
 #include "layout/low_latency_words.hpp"
 #include "runtime/buffer_impl.hpp"
+#include "runtime/text.hpp"
 #include "runtime/validate.hpp"
 #include "runtime/validate_low_latency.hpp"
 
@@ -79,8 +80,8 @@ struct LowLatency::InFlight {
 };
 
 LowLatency::LowLatency(DeviceWorld& world, std::int64_t staging_bytes, int num_sharing,
-                       std::function<Stream()> current_stream)
-    : world_(world), current_stream_(std::move(current_stream)) {
+                       std::function<Stream()> current_stream, Refuse refuse)
+    : world_(world), current_stream_(std::move(current_stream)), refuse_(std::move(refuse)) {
   num_blocks_ = most_blocks(world.device(), num_sharing);
   cudaEvent_t event;
   check_runtime(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
@@ -139,7 +140,7 @@ int LowLatency::num_in_flight() const {
 void LowLatency::settle(Stream stream) {
   for (Slot& slot : slots_) {
     if (!slot.call) continue;
-    const bool is_old = sequence_ - slot.sequence >= kMaxInFlight || slot.sequence < other_call_;
+    const bool is_old = sequence_ - slot.sequence >= layout::kLowLatencySlots || slot.sequence < other_call_;
     if (slot.call->launch && !is_old && !slot.hook.expired()) continue;
     slot.call->receive(!slot.hook.expired(), stream);
     slot = {};
@@ -149,6 +150,13 @@ void LowLatency::settle(Stream stream) {
 void LowLatency::before_other_call(Stream stream) {
   go_behind(stream);
   other_call_ = sequence_;
+}
+
+void LowLatency::depart(Stream stream) noexcept {
+  try {
+    go_behind(stream);
+  } catch (const Error&) {  // the user's stream is gone
+  }
 }
 
 // Epochs are taken in the order in which kernels run, so that has to be the order of the calls. What a stream outside
@@ -224,8 +232,8 @@ void LowLatency::ensure_staging(std::int64_t slot_bytes, Stream stream, const ch
   staging_ = staging;
 }
 
-// One block of the heap, cut into tensors.
-void LowLatency::make_parts(const std::vector<Part>& parts, Stream stream, const char* call) {
+// One block of the heap, cut into tensors. Where it cannot be had, the peers are told.
+void LowLatency::make_parts(const std::vector<Part>& parts, Stream stream, const layout::CallSignature& signature) {
   std::vector<std::size_t> offsets;
   std::size_t total = 0;
   for (const Part& part : parts) {
@@ -237,8 +245,11 @@ void LowLatency::make_parts(const std::vector<Part>& parts, Stream stream, const
   if (total == 0) return;
   std::string reason;
   const Block block = world_.allocate_or_grow(total, stream, &reason);
-  if (!block)
-    throw BufferTooSmallError(std::string(call) + ": " + std::to_string(total) + " bytes of heap needed: " + reason);
+  if (!block) {
+    const std::string text = std::to_string(total) + " bytes of heap needed: " + reason;
+    refuse_(signature, text);
+    throw BufferTooSmallError(call_name(signature.kind) + (": " + text));
+  }
   const std::vector<Block> blocks = world_.heap().split(block, offsets);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     if (!blocks[i]) continue;
@@ -355,7 +366,7 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   const std::int64_t num_scales = out.cast ? hidden / kFp8Block / (args.use_ue8m0 ? 4 : 1) : out.scales.num_items;
   const DType scale_type = scales.defined() ? scales.dtype : args.use_ue8m0 ? DType::kInt32 : DType::kFloat32;
   if (num_scales > 0) parts.push_back({&result.recv_x.scales, scale_type, {num_local, num_scales, rows}});
-  make_parts(parts, stream, name);
+  make_parts(parts, stream, signature);
   if (num_scales > 0) {  // column-major in the last two dimensions
     TensorView& view = result.recv_x.scales.view;
     void* const at = view.data;
@@ -444,7 +455,7 @@ LowLatencyCombineResult LowLatency::combine(const LowLatencyCombineArgs& args, c
     parts.push_back({&kept_ids, DType::kInt32, {num_tokens, topk}});
     parts.push_back({&kept_weights, DType::kFloat32, {num_tokens, topk}});
   }
-  make_parts(parts, stream, name);
+  make_parts(parts, stream, signature);
   in.out = result.combined_x.view.data;
   in.out_stride = row_stride(result.combined_x.view) * item;
   if (halves) {

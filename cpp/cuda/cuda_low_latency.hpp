@@ -21,11 +21,14 @@ class LowLatency {
  public:
   // What a hook holds while it runs: a call under way on the Buffer. Throws what the Buffer has failed with.
   using Enter = std::function<std::shared_ptr<void>()>;
+  // Takes the epoch of a call that this rank cannot make, and tells the peers why.
+  using Refuse = std::function<void(const layout::CallSignature& signature, const std::string& reason)>;
 
   // Collective: staging of the largest number of bytes that a rank asks for. Where a rank cannot have it there is none
   // yet, and the first call makes what it needs. `num_sharing`: ranks, this one included, whose kernels share the
   // device at the same time.
-  LowLatency(DeviceWorld& world, std::int64_t staging_bytes, int num_sharing, std::function<Stream()> current_stream);
+  LowLatency(DeviceWorld& world, std::int64_t staging_bytes, int num_sharing, std::function<Stream()> current_stream,
+             Refuse refuse);
   ~LowLatency();
   LowLatency(const LowLatency&) = delete;
   LowLatency& operator=(const LowLatency&) = delete;
@@ -41,6 +44,8 @@ class LowLatency {
 
   // Another call of the Buffer follows on `stream`: it goes behind the calls here, and the next call here behind it.
   void before_other_call(Stream stream);
+  // At the end: the stream has all calls behind it, as far as that can still be had.
+  void depart(Stream stream) noexcept;
   std::int64_t staging_bytes() const;
   // After a reset of the world: calls that were in flight are gone.
   void restart();
@@ -65,7 +70,7 @@ class LowLatency {
   void go_behind(Stream stream);
   void ensure_staging(std::int64_t slot_bytes, Stream stream, const char* call);
   std::string take_staging(std::int64_t bytes, Block* block);
-  void make_parts(const std::vector<Part>& parts, Stream stream, const char* call);
+  void make_parts(const std::vector<Part>& parts, Stream stream, const layout::CallSignature& signature);
   kernels::LowLatencyCall kernel_call(const layout::CallSignature& signature) const;
   // Launches the call, or its first half, and returns a hook for the second. `keep` is what that needs.
   std::function<void()> launch_call(const char* name, const Launch& launch, bool halves, std::shared_ptr<void> keep,
@@ -73,6 +78,7 @@ class LowLatency {
 
   DeviceWorld& world_;
   const std::function<Stream()> current_stream_;
+  const Refuse refuse_;
   int num_blocks_ = 3;
   kernels::LowLatencyStaging staging_;
   std::shared_ptr<void> staging_owner_;
