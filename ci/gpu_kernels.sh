@@ -18,8 +18,9 @@ flags=(-std=c++20 -O3 -lineinfo -arch="$arch" -Icpp -Icpp/include -Itests/cpp -W
 [ -z "$include" ] || flags+=(-isystem "$include")
 say "building for $arch"
 pids=()
-for source in cpp/kernels/{intranode,bench}/*.cu tests/cpp/gpu_{notify,dispatch,combine,notify_timing,rows_timing}_test.cu \
-  tests/cpp/main.cc; do
+for source in cpp/kernels/{intranode,low_latency,bench}/*.cu \
+  tests/cpp/gpu_{notify,dispatch,combine,low_latency,notify_timing,rows_timing,low_latency_timing}_test.cu \
+  cpp/runtime/tensor.cc cpp/cpu/simd_generic.cc tests/cpp/main.cc; do
   nvcc "${flags[@]}" -c "$source" -o "$out/$(basename "$source").o" &
   pids+=($!)
 done

@@ -7,6 +7,7 @@
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
+#include "runtime/validate_low_latency.hpp"
 
 namespace deep_moe::cpu {
 
@@ -159,14 +160,14 @@ CombineResult CpuBuffer::combine(const CombineArgs& args) {
 LowLatencyDispatchResult CpuBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
   const ReadyLock lock(*this);
   return run(
-      cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
+      signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
       [&] { return cpu::low_latency_dispatch(low_latency_context(), args); });
 }
 
 LowLatencyCombineResult CpuBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
   const ReadyLock lock(*this);
   return run(
-      cpu::signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
+      signature(args), [&] { cpu::validate(*domain_, low_latency_, args); },
       [&] { return cpu::low_latency_combine(low_latency_context(), args); });
 }
 

@@ -10,10 +10,9 @@
 
 #include <deep_moe/tensor.hpp>
 
-namespace deep_moe::cpu {
+#include "layout/blocks.hpp"
 
-inline constexpr std::int64_t kLogfmtBlock = 128;
-inline constexpr std::int64_t kLogfmtBlockBytes = 8 + kLogfmtBlock + kLogfmtBlock / 4;
+namespace deep_moe::cpu {
 
 // Bytes of an encoded row; `hidden` is a multiple of kLogfmtBlock.
 inline constexpr std::int64_t logfmt_bytes(std::int64_t hidden) { return hidden / kLogfmtBlock * kLogfmtBlockBytes; }

@@ -61,8 +61,6 @@ void skip_call(Domain& domain, LowLatencyState& state) noexcept;
 
 void validate(const Domain& domain, const LowLatencyState& state, const LowLatencyDispatchArgs& args);
 void validate(const Domain& domain, const LowLatencyState& state, const LowLatencyCombineArgs& args);
-layout::CallSignature signature(const LowLatencyDispatchArgs& args);
-layout::CallSignature signature(const LowLatencyCombineArgs& args);
 LowLatencyDispatchResult low_latency_dispatch(LowLatencyContext context, const LowLatencyDispatchArgs& args);
 LowLatencyCombineResult low_latency_combine(LowLatencyContext context, const LowLatencyCombineArgs& args);
 

@@ -23,22 +23,9 @@
 #include "cpu/low_latency.hpp"
 #include "layout/experts.hpp"
 #include "layout/rows.hpp"
+#include "runtime/validate_low_latency.hpp"
 
 namespace deep_moe::cpu {
-
-// Bits of CallSignature::flags. What decides about sizes is in the signature's other fields.
-enum LowLatencyFlag : std::int64_t {
-  kFlagFp8 = 1,
-  kFlagRoundScale = 2,
-  kFlagUe8m0 = 4,
-  kFlagWeights = 8,    // dispatch: given; combine: known from the dispatch
-  kFlagByExpert = 16,  // combine: a row for each expert
-  kFlagLogfmt = 32,
-  kFlagOpaque = 64,  // dispatch: with scales, no cast
-  kFlagShrink = 128,
-};
-inline constexpr int kFlagSlotShift = 8;        // two bits: the slot
-inline constexpr int kFlagScaleTypeShift = 12;  // DType of opaque scales
 
 // A call's hold on one slot of everybody's staging.
 struct SlotUse {
@@ -100,10 +87,6 @@ struct RowPlan {
   std::vector<std::int64_t> counts;  // [R]
   RowPlan(const TensorView& topk_idx, const layout::ExpertBlocks& blocks);
 };
-
-// FNV-1a of what the ids (whatever their type) or the weights say.
-std::int64_t hash_ids(const TensorView& topk_idx);
-std::int64_t hash_weights(const TensorView& topk_weights);
 
 // In the heap where it has room, else in memory of earlier outputs.
 Tensor make_output(LowLatencyContext& context, DType dtype, std::initializer_list<std::int64_t> shape);

@@ -15,8 +15,6 @@ namespace {
 using layout::CallStatus;
 using layout::Region;
 
-constexpr std::uint64_t kFnvStart = 14695981039346656037ull, kFnvPrime = 1099511628211ull;
-
 std::uint64_t& slot_word(Domain& domain, Region region, int slot, int holder, int writer) {
   return domain.of(holder).slot_word(region, slot, writer);
 }
@@ -328,27 +326,6 @@ RowPlan::RowPlan(const TensorView& topk_idx, const layout::ExpertBlocks& blocks)
       entries.push_back({ranks[i], static_cast<std::int32_t>(counts[static_cast<std::size_t>(ranks[i])]++)});
   }
   begins.push_back(static_cast<std::int64_t>(entries.size()));
-}
-
-std::int64_t hash_ids(const TensorView& topk_idx) {
-  std::uint64_t hash = kFnvStart;
-  for (std::int64_t token = 0; token < topk_idx.shape[0]; ++token) {
-    for (std::int64_t k = 0; k < topk_idx.shape[1]; ++k)
-      hash = (hash ^ static_cast<std::uint64_t>(topk_id(topk_idx, token, k))) * kFnvPrime;
-  }
-  return static_cast<std::int64_t>(hash);
-}
-
-std::int64_t hash_weights(const TensorView& topk_weights) {
-  std::uint64_t hash = kFnvStart;
-  for (std::int64_t token = 0; token < topk_weights.shape[0]; ++token) {
-    for (std::int64_t k = 0; k < topk_weights.shape[1]; ++k) {
-      std::uint32_t bits;
-      std::memcpy(&bits, topk_weights.as<float>() + token * topk_weights.stride[0] + k, sizeof bits);
-      hash = (hash ^ bits) * kFnvPrime;
-    }
-  }
-  return static_cast<std::int64_t>(hash);
 }
 
 Tensor make_output(LowLatencyContext& context, DType dtype, std::initializer_list<std::int64_t> shape) {

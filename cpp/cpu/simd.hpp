@@ -7,9 +7,9 @@
 
 #include <deep_moe/tensor.hpp>
 
-namespace deep_moe::cpu {
+#include "layout/blocks.hpp"
 
-inline constexpr std::int64_t kFp8Block = 128;  // elements that share one fp8 scale
+namespace deep_moe::cpu {
 
 struct SimdOps {
   const char* name;

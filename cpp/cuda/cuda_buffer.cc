@@ -8,15 +8,30 @@
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
+#include "runtime/validate_low_latency.hpp"
 
 namespace deep_moe::cuda {
 
+namespace {
+
+// Until the low-latency calls on GPUs have passed their tests they have to be asked for by name.
+bool low_latency_wanted() {
+  const char* preview = std::getenv("DEEP_MOE_LOW_LATENCY_PREVIEW");
+  return preview != nullptr && std::strcmp(preview, "1") == 0;
+}
+
+constexpr const char* kNoLowLatency =
+    ": low-latency calls on GPUs are not finished in this version, use device='cpu'; "
+    "DEEP_MOE_LOW_LATENCY_PREVIEW=1 allows them for work on deep_moe itself";
+
+}  // namespace
+
 CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
     : Buffer::Impl(bootstrap, options_), gate_([this] { release(); }) {
-  if (options.low_latency_mode)
-    throw UnavailableError(
-        "low_latency_mode: this version has the low-latency calls on the CPU alone; on GPUs it has "
-        "the high-throughput ones");
+  const bool has_low_latency = low_latency_wanted();
+  if (options.enable_shrink) throw UnavailableError("enable_shrink: not on GPUs in this version");
+  if (options.low_latency_mode && !has_low_latency)
+    throw UnavailableError(std::string("low_latency_mode") + kNoLowLatency);
   DeviceWorldOptions world;
   world.device = options.device;
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
@@ -33,6 +48,10 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   comm_stream_ = world_->comm_stream();
   const OnDevice on_device(world_->device());
   events_ = std::make_unique<CallEvents>();
+  if (!has_low_latency) return;
+  low_latency_ = std::make_unique<LowLatency>(
+      *world_, options.num_rdma_bytes, world_->num_ranks_on_device(), options.current_stream,
+      [this](const layout::CallSignature& call, const std::string& reason) { post_refusal(call, reason); });
 }
 
 CudaBuffer::~CudaBuffer() { destroy(); }
@@ -51,7 +70,17 @@ Stream CudaBuffer::current_stream() const { return options.current_stream ? opti
 
 bool CudaBuffer::is_captured() const { return capture_of(comm_stream_).active || capture_of(current_stream()).active; }
 
+LowLatency& CudaBuffer::low_latency(const char* call) {
+  if (!low_latency_) throw UnavailableError(std::string(call) + kNoLowLatency);
+  return *low_latency_;
+}
+
+void CudaBuffer::before_other_call() {
+  if (low_latency_) low_latency_->before_other_call(comm_stream_);
+}
+
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
+  before_other_call();
   const std::uint64_t num_drops = world_->heap().num_drops();  // other threads may drop more behind the join
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
   if (capture_of(comm_stream_).active) {
@@ -118,6 +147,7 @@ void CudaBuffer::take_kernel_error() {
 }
 
 void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std::string& reason) {
+  before_other_call();
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 
@@ -232,12 +262,38 @@ LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::in
   return result;
 }
 
-LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispatchArgs&) {
-  throw UnavailableError("low_latency_dispatch: not on GPUs in this version");
+LowLatency::Enter CudaBuffer::hook_entry() {
+  return [self = shared_from_this()]() -> std::shared_ptr<void> {
+    auto call = std::make_shared<Call>(*self);
+    self->take_kernel_error();
+    return call;
+  };
 }
-LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs&) {
-  throw UnavailableError("low_latency_combine: not on GPUs in this version");
+
+LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
+  const layout::CallSignature call = signature(args);
+  return run(
+      call,
+      [&] {
+        low_latency("low_latency_dispatch").validate(args);
+        if (check_ids_) check_device_ids(args.topk_idx, args.num_experts, {});
+      },
+      [&] {
+        has_captured_ = has_captured_ || capture_of(current_stream()).active;
+        return low_latency_->dispatch(args, call, current_stream(), hook_entry());
+      });
 }
+
+LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
+  const layout::CallSignature call = signature(args);
+  return run(
+      call, [&] { low_latency("low_latency_combine").validate(args); },
+      [&] {
+        has_captured_ = has_captured_ || capture_of(current_stream()).active;
+        return low_latency_->combine(args, call, current_stream(), hook_entry());
+      });
+}
+
 void CudaBuffer::clean_low_latency_buffer(std::int64_t max_tokens, std::int64_t hidden, std::int64_t num_experts) {
   const Call call(*this);
   low_latency_size_hint(max_tokens, hidden, num_ranks, num_experts);  // checks the numbers; there is nothing to clean
@@ -270,7 +326,9 @@ Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, boo
 
 MemoryStats CudaBuffer::memory_stats() {
   const CallGate::Pass pass(open_gate());
-  return world_->heap().stats();
+  MemoryStats stats = world_->heap().stats();
+  if (low_latency_) stats.ll_staging_bytes = low_latency_->staging_bytes();
+  return stats;
 }
 
 std::string CudaBuffer::memory_kind() {
@@ -301,12 +359,14 @@ void CudaBuffer::reset() {
   const CallGate::Pass pass(open_gate());
   const OnDevice on_device(world_->device());
   try {
+    before_other_call();  // the comm stream's end is waited for
     world_->reset();
   } catch (...) {
     if (!failure_) failure_ = std::current_exception();  // the kernels of this rank have been told to leave
     throw;
   }
   world_->heap().release_quarantine();
+  if (low_latency_) low_latency_->restart();
   failure_ = nullptr;
 }
 
@@ -314,6 +374,7 @@ void CudaBuffer::destroy() {
   if (forks != fork_count()) {
     new std::shared_ptr<DeviceWorld>(std::move(world_));  // the parent's; its driver state is useless here
     (void)events_.release();
+    (void)low_latency_.release();
     return;
   }
   gate_.destroy();
@@ -324,6 +385,11 @@ void CudaBuffer::release() noexcept {
   scratch_[1] = {};
   if (!world_) return;  // its construction has failed
   const OnDevice on_device = OnDevice::quiet(world_->device());
+  if (on_device && low_latency_) low_latency_->depart(comm_stream_);
+  if (on_device)
+    low_latency_.reset();
+  else
+    (void)low_latency_.release();
   world_->depart(!has_captured_);
   world_.reset();
   if (on_device) {

@@ -12,13 +12,14 @@
 #include <mutex>
 
 #include "cuda/call_streams.hpp"
+#include "cuda/cuda_low_latency.hpp"
 #include "cuda/device_world.hpp"
 #include "runtime/buffer_impl.hpp"
 #include "runtime/call_gate.hpp"
 
 namespace deep_moe::cuda {
 
-class CudaBuffer final : public Buffer::Impl {
+class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_this<CudaBuffer> {
  public:
   CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options);
   ~CudaBuffer() override;
@@ -52,7 +53,9 @@ class CudaBuffer final : public Buffer::Impl {
 
   CallGate& open_gate();  // in the process that made the Buffer
   Stream current_stream() const;
-  bool is_captured() const;  // what this thread does on its stream or the comm stream
+  bool is_captured() const;                   // what this thread does on its stream or the comm stream
+  LowLatency& low_latency(const char* call);  // throws UnavailableError
+  void before_other_call();
   CallStreams join_streams(const StreamOptions& options);
   // Throws what kernels have reported since the last look.
   void take_kernel_error();
@@ -61,6 +64,7 @@ class CudaBuffer final : public Buffer::Impl {
   template <typename Check, typename Body>
   auto run(const layout::CallSignature& signature, const Check& checks, const Body& body);
   void post_refusal(const layout::CallSignature& signature, const std::string& reason);
+  LowLatency::Enter hook_entry();
   // Used first on one stream, and handed out on another.
   Tensor device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream first_user, Stream user);
   void release() noexcept;
@@ -88,6 +92,7 @@ class CudaBuffer final : public Buffer::Impl {
   std::shared_ptr<DeviceWorld> world_;
   Stream comm_stream_ = nullptr;  // lives as long as the process
   std::unique_ptr<CallEvents> events_;
+  std::unique_ptr<LowLatency> low_latency_;
   std::exception_ptr failure_;
   std::uint32_t sequence_ = 0;
   layout::CallSignature last_signature_;  // of the newest call, for the text of a mismatch

@@ -34,6 +34,15 @@ CUresult query(Stream stream) {
 
 Stream DeviceWorld::comm_stream() const { return comm_stream_->get(); }
 
+int DeviceWorld::num_ranks_on_device() const {
+  int count = 1;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    const Peer& theirs = peers_[static_cast<std::size_t>(peer)];
+    if (peer != rank_ && theirs.local && theirs.device == device_) ++count;
+  }
+  return count;
+}
+
 char* const* DeviceWorld::segment_table() const { return table_; }
 
 std::string DeviceWorld::name_of(int peer) const {

@@ -49,6 +49,8 @@ class DeviceWorld {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   int device() const { return device_; }
+  // Ranks, this one included, whose kernels run on the device at the same time: threads of this process.
+  int num_ranks_on_device() const;
   MemoryKind memory_kind() const { return workspace_->kind(); }  // of what this rank shares
   Stream comm_stream() const;                                    // private, high priority
   const kernels::DeviceDomain& domain() const { return domain_; }

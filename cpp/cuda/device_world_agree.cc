@@ -99,7 +99,7 @@ void DeviceWorld::reset() {
     copy_from_device(&word_mirror_[kMirrorEpoch], &state.epoch, sizeof(state.epoch));
     wait_copied();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    reset_to_ = {generation_ + 1, word_mirror_[kMirrorEpoch], round_};
+    reset_to_ = {generation_ + 1, layout::epoch_of(word_mirror_[kMirrorEpoch]), round_};
   }
   agree_on_reset();
   Peer::Reset target = reset_to_;

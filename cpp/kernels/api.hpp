@@ -162,4 +162,87 @@ void clear_error(const DeviceDomain& domain, char* host, Stream stream, bool fai
 // `epoch` calls count as done. All ranks take the same number, not below any epoch that a rank has started.
 void reset_state(const DeviceDomain& domain, std::uint64_t epoch, Stream stream);
 
+// ---- Low latency; see low_latency/README.md. Ranks that take part in a call pass the same signature.
+
+// A call as one launch, or its two halves, which need not follow each other: up to layout::kLowLatencySlots - 1 calls
+// may have been sent and not received.
+enum class LowLatencyHalf : int { kBoth, kSend, kReceive };
+
+// Memory of every rank for rows on their way, as mapped here: layout::kLowLatencySlots slots of slot_bytes each, a
+// multiple of 128, equal on all ranks. Needs no preparation, but must not be memory in which 16 bytes may hold the low
+// 32 bits of a coming epoch at their end by chance: zeroed memory is right.
+struct LowLatencyStaging {
+  char* bases[layout::kMaxKernelRanks] = {};
+  std::int64_t slot_bytes = 0;
+};
+
+// What both calls share.
+struct LowLatencyCall {
+  LowLatencyHalf half = LowLatencyHalf::kBoth;
+  LowLatencyStaging staging;
+  layout::CallSignature signature;
+  std::uint64_t hash = 0;              // layout::signature_hash(signature); set by the function called
+  std::uint64_t* epoch = nullptr;      // [1], with halves: written by the first, read by the second
+  std::int64_t* wait_stats = nullptr;  // [R] nanoseconds waited for each peer are added, or null; with the second half
+  std::int64_t max_tokens = 0;         // M
+  int num_experts = 0;
+  int num_blocks = 0;  // most that may be used, at least 3
+};
+
+// Rows to the experts' ranks, each once a rank, and from there to packed blocks of M * R rows an expert, in the order
+// of (source rank, token). The first half reads x, ids and weights alone, the second none of them.
+struct LowLatencyDispatchArgs {
+  LowLatencyCall call;
+  const void* x = nullptr;      // rows of row_bytes, or to be cast, row_stride bytes apart
+  std::int64_t num_tokens = 0;  // up to M
+  std::int64_t row_bytes = 0;   // as received, a multiple of 16
+  std::int64_t row_stride = 0;
+  bool cast = false;  // from x_type to fp8 e4m3 with an fp32 scale each 128 elements
+  SumType x_type = SumType::kBf16;
+  bool round_scale = false;  // scales are powers of two
+  bool ue8m0 = false;        // and received as their exponents, a byte each
+  ScaleRows scales;          // of rows that are not cast
+  TopkIds ids;
+  bool with_weights = false;            // the same on all ranks
+  const float* topk_weights = nullptr;  // [T, K], with weights
+  std::int64_t weight_stride = 0;
+  // Out, by the second half. L local experts.
+  void* recv_x = nullptr;                // [L, R*M] rows
+  void* recv_scales = nullptr;           // [L, R*M, scales], last two dimensions column-major
+  std::int32_t* recv_count = nullptr;    // [L]
+  std::int32_t* src_info = nullptr;      // [L, R*M] source token
+  std::int64_t* layout_range = nullptr;  // [L, R] begin << 32 | count
+  std::int32_t* recv_pos = nullptr;  // [R, M+1, K]: packed row of (source, token, k) or -1; [src, M, 0]: tokens of src
+  float* recv_weights = nullptr;     // [R, M, K], with weights
+  std::int32_t* recv_stats = nullptr;  // [L] counts are added, or null
+};
+void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs args, Stream stream);
+std::int64_t low_latency_slot_bytes(const DeviceDomain& domain, const LowLatencyDispatchArgs& args);
+
+// The weighted sum of the experts' outputs, in fp32, in the order (holder rank, k).
+//  - Reduced by the holders: each rank sums the rows of its experts, rounds, and sends one row a token. The weights are
+//    known from the dispatch, or are sent ahead (LowLatencyHalf::kBoth alone).
+//  - By expert: a row for each expert, summed by the owner of the token. As halves alone.
+struct LowLatencyCombineArgs {
+  LowLatencyCall call;
+  bool by_expert = false;
+  SumType type = SumType::kBf16;
+  const void* x = nullptr;                 // [L, R*M, hidden]
+  std::int64_t hidden = 0;                 // elements; row bytes are a multiple of 16
+  std::int64_t expert_stride = 0;          // bytes from one expert's block to the next
+  std::int64_t row_stride = 0;             // bytes
+  const std::int32_t* recv_pos = nullptr;  // of the dispatch
+  const float* recv_weights = nullptr;     // of the dispatch; null: sent ahead
+  TopkIds ids;                             // as in the dispatch
+  const float* topk_weights = nullptr;
+  std::int64_t weight_stride = 0;
+  // With halves: where the first keeps ids and weights for the second.
+  std::int32_t* kept_ids = nullptr;  // [T, K]
+  float* kept_weights = nullptr;     // [T, K]
+  void* out = nullptr;               // [T, hidden]
+  std::int64_t out_stride = 0;       // bytes
+};
+void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args, Stream stream);
+std::int64_t low_latency_slot_bytes(const DeviceDomain& domain, const LowLatencyCombineArgs& args);
+
 }  // namespace deep_moe::kernels

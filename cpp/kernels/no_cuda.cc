@@ -34,4 +34,16 @@ void clear_error(const DeviceDomain&, char*, Stream, bool) { unavailable("clear_
 
 void reset_state(const DeviceDomain&, std::uint64_t, Stream) { unavailable("reset_state"); }
 
+void low_latency_dispatch(const DeviceDomain&, LowLatencyDispatchArgs, Stream) { unavailable("low_latency_dispatch"); }
+
+void low_latency_combine(const DeviceDomain&, LowLatencyCombineArgs, Stream) { unavailable("low_latency_combine"); }
+
+std::int64_t low_latency_slot_bytes(const DeviceDomain&, const LowLatencyDispatchArgs&) {
+  unavailable("low_latency_slot_bytes");
+}
+
+std::int64_t low_latency_slot_bytes(const DeviceDomain&, const LowLatencyCombineArgs&) {
+  unavailable("low_latency_slot_bytes");
+}
+
 }  // namespace deep_moe::kernels

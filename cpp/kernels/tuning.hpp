@@ -58,6 +58,17 @@ struct CombineTuning {
   }
 };
 
+struct LowLatencyTuning {
+  static constexpr int kThreads = 512;        // of a block
+  static constexpr int kFewestCarriers = 6;   // blocks for rows, also where this rank has none
+  static constexpr int kItemsPerChunk = 8;    // tokens that a receiving block places at a time
+  static constexpr int kIdUnitsInFlight = 2;  // of a thread
+  static constexpr int kRowsInFlight = 2;     // of a lane that sums
+  static constexpr int kRowsAwaited = 2;      // the same, of rows that peers send
+};
+
+static_assert(LowLatencyTuning::kThreads >= 2 * layout::kMaxKernelRanks, "one thread a rank to post, one to wait");
+
 // Blocks that read ids: none without tokens but the first. `wanted` 0: as tuned.
 inline int num_layout_blocks(std::int64_t num_tokens, int wanted) {
   const std::int64_t chunks =

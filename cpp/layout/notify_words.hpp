@@ -13,7 +13,8 @@ namespace deep_moe::layout {
 inline constexpr int kMaxKernelRanks = 64;   // the ranks of a token are the bits of one word
 inline constexpr int kMaxNotifyBlocks = 64;  // blocks of one launch that read ids
 inline constexpr int kMaxRowBlocks = 256;    // blocks of one launch that move rows
-inline constexpr int kMaxSegments = 64;      // of one rank, in the tables of addresses that kernels read
+inline constexpr std::size_t kLowLatencyStateBytes = 256;
+inline constexpr int kMaxSegments = 64;  // of one rank, in the tables of addresses that kernels read
 
 // A word that is its own flag: the low 32 bits of the epoch (or of a sequence number) above a 32-bit count. Nothing
 // else has to be ordered with it, so relaxed loads and stores do.
@@ -24,6 +25,11 @@ DM_HOST_DEVICE std::uint32_t tagged_count(std::uint64_t word) { return static_ca
 // A sum that several blocks add to: arrivals above a 32-bit sum. Whoever completes the arrivals owns the total.
 DM_HOST_DEVICE std::uint64_t arrive_with(std::uint32_t count) { return (std::uint64_t{1} << 32) | count; }
 DM_HOST_DEVICE std::uint32_t arrivals(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 32); }
+
+// Blocks of a low-latency launch add to the upper bits of NotifyState::epoch once they have read it; the last of them
+// takes that away. What a launch which left early has left there is no part of the epoch.
+inline constexpr int kArrivalShift = 48;
+DM_HOST_DEVICE std::uint64_t epoch_of(std::uint64_t word) { return word & ((std::uint64_t{1} << kArrivalShift) - 1); }
 
 // Of one rank, for its own kernels.
 struct alignas(64) NotifyState {
@@ -54,12 +60,13 @@ static_assert(sizeof(Route) == 64);
 // Regions in a rank's device memory, in order, behind those of workspace.hpp. Sizes and addresses derive from this
 // list.
 enum class NotifyRegion : int {
-  kState,       // NotifyState, one
-  kRowState,    // RowState, one
-  kRoutes,      // Route[R]                by destination
-  kBlockWords,  // u64[blocks][R]          rows of the tokens of each block, by destination
-  kExpertSums,  // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
-  kLayoutSums,  // u64[kMaxExperts + R]    the same for get_dispatch_layout
+  kState,            // NotifyState, one
+  kRowState,         // RowState, one
+  kRoutes,           // Route[R]                by destination
+  kBlockWords,       // u64[blocks][R]          rows of the tokens of each block, by destination
+  kExpertSums,       // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
+  kLayoutSums,       // u64[kMaxExperts + R]    the same for get_dispatch_layout
+  kLowLatencyState,  // LowLatencyState, one (low_latency_words.hpp)
   kCountWords,  // u64[depth][R][R + Lmax] by source: its rows for every rank, then its entries for each of my experts
   kBlocksDone,  // u64[R][row blocks]      by source: tag_count(epoch, its blocks) from each block that is through
   kCount,
@@ -75,6 +82,7 @@ inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
     case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
     case NotifyRegion::kExpertSums: return word * kMaxExperts;
     case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
+    case NotifyRegion::kLowLatencyState: return kLowLatencyStateBytes;
     case NotifyRegion::kCountWords:
       return word * kAnnounceDepth * r * (r + static_cast<std::size_t>(expert_count_stride(num_ranks)));
     case NotifyRegion::kBlocksDone: return word * r * kMaxRowBlocks;
@@ -101,7 +109,8 @@ class DeviceLayout {
   explicit DeviceLayout(int num_ranks)
       : num_ranks_(num_ranks),
         words_per_src_(num_ranks + expert_count_stride(num_ranks)),
-        announce_(region_offset(Region::kAnnounce, num_ranks)) {
+        announce_(region_offset(Region::kAnnounce, num_ranks)),
+        consumed_(region_offset(Region::kConsumed, num_ranks)) {
     for (int i = 0; i < static_cast<int>(NotifyRegion::kCount); ++i)
       offsets_[i] = region_offset(static_cast<NotifyRegion>(i), num_ranks);
   }
@@ -110,6 +119,11 @@ class DeviceLayout {
   DM_HOST_DEVICE Announce& announce(char* base, std::uint64_t epoch, int src) const {
     return reinterpret_cast<Announce*>(base + announce_)[ring_slot(epoch) * num_ranks_ + src];
   }
+  // The same word as Workspace::slot_word(Region::kConsumed, slot, receiver).
+  DM_HOST_DEVICE std::uint64_t* consumed(char* base, int slot, int receiver) const {
+    return &reinterpret_cast<Word*>(base + consumed_)[slot * num_ranks_ + receiver].value;
+  }
+  DM_HOST_DEVICE char* low_latency_state(char* base) const { return at<char>(base, NotifyRegion::kLowLatencyState); }
   DM_HOST_DEVICE RowState& row_state(char* base) const { return *at<RowState>(base, NotifyRegion::kRowState); }
   DM_HOST_DEVICE Route& route(char* base, int dst) const { return at<Route>(base, NotifyRegion::kRoutes)[dst]; }
   DM_HOST_DEVICE std::uint64_t* blocks_done(char* base, int src) const {  // [kMaxRowBlocks]
@@ -142,7 +156,7 @@ class DeviceLayout {
 
   int num_ranks_ = 0;
   int words_per_src_ = 0;
-  std::size_t announce_ = 0;
+  std::size_t announce_ = 0, consumed_ = 0;
   std::size_t offsets_[static_cast<int>(NotifyRegion::kCount)] = {};
 };
 
@@ -171,6 +185,10 @@ enum class WaitPhase : std::uint32_t {
   kRowLoad,
   kRowsDone,
   kPullDone,
+  kSlotSpace,
+  kRouting,
+  kUnits,
+  kWeights,
 };
 
 inline constexpr const char* wait_phase_name(WaitPhase phase) {
@@ -181,6 +199,10 @@ inline constexpr const char* wait_phase_name(WaitPhase phase) {
     case WaitPhase::kRowLoad: return "rows on their way into shared memory";
     case WaitPhase::kRowsDone: return "dispatch: rows of a peer";
     case WaitPhase::kPullDone: return "combine: a peer's word that it has read this rank's rows";
+    case WaitPhase::kSlotSpace: return "low latency: a peer that still has to read the slot's last rows (its hook)";
+    case WaitPhase::kRouting: return "low latency: what a peer sends";
+    case WaitPhase::kUnits: return "low latency: rows of a peer";
+    case WaitPhase::kWeights: return "low latency: weights of a peer";
     case WaitPhase::kRingSpace: return "refusal: space in the ring of announcements";
     default: return "none";
   }

@@ -2,6 +2,7 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <deep_moe/error.hpp>
 
@@ -130,8 +131,12 @@ nb::object combine_input(BufferObject& self, nb::handle handle) {
     throw ArgumentError("handle must be what low_latency_dispatch returned, got meta " + views.meta.describe());
   const auto* meta = views.meta.as<const std::int64_t>();
   const std::int64_t dtype = meta[layout::kLowMetaXDtype];
-  return to_torch(make_host_tensor(is_summable(dtype) ? static_cast<DType>(dtype) : DType::kBFloat16,
-                                   {views.src_info.shape[0], views.src_info.shape[1], meta[layout::kLowMetaHidden]}));
+  const DType summed = is_summable(dtype) ? static_cast<DType>(dtype) : DType::kBFloat16;
+  const std::vector<std::int64_t> shape = {views.src_info.shape[0], views.src_info.shape[1],
+                                           meta[layout::kLowMetaHidden]};
+  if (self.buffer().options().device != kCpuDevice)
+    return to_torch(self.run([&](Buffer& buffer) { return buffer.empty(summed, shape); }));
+  return to_torch(make_host_tensor(summed, {shape[0], shape[1], shape[2]}));
 }
 
 void clean_buffer(BufferObject& self, nb::handle max_tokens, nb::handle hidden, nb::handle num_experts) {

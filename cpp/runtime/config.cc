@@ -6,6 +6,7 @@
 
 #include <deep_moe/error.hpp>
 
+#include "layout/low_latency_words.hpp"
 #include "layout/rows.hpp"
 
 namespace deep_moe {
@@ -16,6 +17,7 @@ constexpr int kRanksPerNode = 8;
 constexpr std::int64_t kHintTokens = 4096;
 constexpr std::int64_t kHintTopk = 8;
 constexpr std::int64_t kHintLowLatencyTopk = 16;
+constexpr std::int64_t kUsualTopk = 8;
 
 struct Tuned {
   int num_ranks, nvl_send, nvl_recv, rdma_send, rdma_recv;
@@ -116,7 +118,13 @@ std::size_t low_latency_size_hint(std::int64_t num_max_dispatch_tokens_per_rank,
   check_size("num_experts", num_experts);
   const std::int64_t topk = std::min(kHintLowLatencyTopk, num_experts);
   const layout::LowLatencySlot slot(num_ranks, num_max_dispatch_tokens_per_rank, topk, 2 * hidden, 0, 2 * hidden);
-  return layout::kLowLatencySlots * slot.total;
+  // On GPUs rows travel as units; rows by expert have room for the usual top-k.
+  const int back_topk = static_cast<int>(std::min(kUsualTopk, num_experts));
+  const layout::LowLatencyDispatchSlot there(num_ranks, num_max_dispatch_tokens_per_rank, static_cast<int>(topk),
+                                             2 * hidden, 0, false, true);
+  const layout::LowLatencyCombineSlot back(num_ranks, num_max_dispatch_tokens_per_rank, back_topk, 2 * hidden,
+                                           back_topk > num_ranks);
+  return layout::kLowLatencySlots * layout::align_up(std::max({slot.total, there.total, back.total}), layout::kAlign);
 }
 
 }  // namespace deep_moe

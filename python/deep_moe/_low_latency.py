@@ -8,7 +8,7 @@ import torch
 
 from ._base import BufferBase, Payload
 from .config import check_low_latency
-from .events import EventOverlap
+from .events import EventHandle, EventOverlap
 from .handles import LowLatencyHandle
 
 __all__ = ["LowLatencyCalls"]
@@ -91,7 +91,7 @@ class LowLatencyCalls(BufferBase):
             topk_weights,
         )
         made = LowLatencyHandle._make(handle)
-        return recv_x, recv_count, made, self._event(async_finish, x, topk_idx, topk_weights), hook
+        return recv_x, recv_count, made, self._low_latency_event(async_finish), hook
 
     def low_latency_combine(
         self,
@@ -138,7 +138,14 @@ class LowLatencyCalls(BufferBase):
         combined_x, hook = self.runtime.low_latency_combine(
             x, topk_idx, topk_weights, handle, use_logfmt, return_recv_hook, out, combine_wait_recv_cost_stats
         )
-        return combined_x, self._event(async_finish, x, topk_idx, topk_weights, handle), hook
+        return combined_x, self._low_latency_event(async_finish), hook
+
+    def _low_latency_event(self, async_finish: bool) -> EventOverlap:
+        """These calls run on the current stream: an event there covers them, and the memory that they use."""
+        if not async_finish:
+            return EventOverlap()
+        on_gpu = self._comm_stream is not None
+        return EventOverlap(EventHandle.on(torch.cuda.current_stream(self.device) if on_gpu else None))
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """A tensor for the experts' outputs, to be passed to :meth:`low_latency_combine` with

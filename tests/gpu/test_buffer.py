@@ -38,8 +38,7 @@ def job_devices(comm: Any, rank: int, _: Any) -> Any:
     return [
         attempt(lambda: deep_moe.Buffer(None, comm=comm, device=99)),
         attempt(lambda: deep_moe.Buffer(None, comm=comm, device=-1)),
-        attempt(lambda: deep_moe.Buffer(None, comm=comm, low_latency_mode=True)),
-        attempt(lambda: buffer_of(comm).low_latency_dispatch(*low_latency_arguments())),
+        attempt(lambda: deep_moe.Buffer(None, comm=comm, enable_shrink=True)),
         attempt(lambda: buffer_of(comm).record_stream(torch.ones(3, device="cuda"), "the side")),
         attempt(lambda: buffer_of(comm).record_stream(torch.ones(3), torch.cuda.current_stream())),
     ]
@@ -49,17 +48,12 @@ def buffer_of(comm: Any) -> deep_moe.Buffer:
     return deep_moe.Buffer(None, comm=comm)
 
 
-def low_latency_arguments() -> tuple[Any, ...]:
-    return torch.ones(4, 128, device="cuda"), torch.zeros(4, 2, dtype=torch.int64, device="cuda"), 4, 4
-
-
 def test_which_device() -> None:
     (tried,) = ONE.run(job_devices)
-    too_far, negative, low_latency, dispatch, no_stream, elsewhere = tried
+    too_far, negative, shrink, no_stream, elsewhere = tried
     too_far.must_be(ValueError, "device", "cuda:99")
     negative.must_be(ValueError, "device", "-1")
-    low_latency.must_be(deep_moe.UnavailableError, "low_latency_mode")
-    dispatch.must_be(deep_moe.UnavailableError, "low_latency_dispatch")
+    shrink.must_be(deep_moe.UnavailableError, "enable_shrink")
     no_stream.must_be(TypeError, "stream", "torch.cuda.Stream", "str")
     elsewhere.must_be(ValueError, "tensor", "cpu", "cuda:0")
 

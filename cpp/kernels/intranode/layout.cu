@@ -7,6 +7,7 @@
 
 #include "kernels/intranode/launch.hpp"
 #include "kernels/intranode/layout.cuh"
+#include "kernels/low_latency/launch.hpp"
 #include "kernels/ptx/memory.cuh"
 
 namespace deep_moe::kernels {
@@ -65,6 +66,8 @@ void prepare() {
   prepare_notify();
   prepare_dispatch();
   prepare_combine();
+  prepare_low_latency_dispatch();
+  prepare_low_latency_combine();
   code_version[current_device()] = loaded_code_version();
 }
 

@@ -7,12 +7,13 @@
 
 namespace deep_moe::kernels {
 
-// What this rank does in this epoch, to one peer. `reason` only with a refusal.
-__device__ __forceinline__ void announce(const WaitScope& scope, int peer, const layout::CallSignature& signature,
-                                         std::uint64_t hash, std::int64_t num_tokens, const layout::Place& place,
-                                         const layout::Place& weight_place,
-                                         layout::CallStatus status = layout::CallStatus::kOk,
-                                         const char* reason = nullptr, std::uint32_t num_reason_bytes = 0) {
+// What this rank does in this epoch, for one peer; then its epoch has to be stored with a release. `reason` only with a
+// refusal.
+__device__ __forceinline__ layout::Announce& fill_announcement(
+    const WaitScope& scope, int peer, const layout::CallSignature& signature, std::uint64_t hash,
+    std::int64_t num_tokens, const layout::Place& place, const layout::Place& weight_place,
+    layout::CallStatus status = layout::CallStatus::kOk, const char* reason = nullptr,
+    std::uint32_t num_reason_bytes = 0) {
   const DeviceDomain& domain = scope.domain;
   layout::Announce& record = domain.words.announce(domain.workspaces[peer], scope.epoch, domain.rank);
   record.status = static_cast<std::uint32_t>(status);
@@ -24,7 +25,12 @@ __device__ __forceinline__ void announce(const WaitScope& scope, int peer, const
   record.weight_place = weight_place;
 #pragma unroll 1
   for (std::uint32_t i = 0; i < num_reason_bytes; ++i) record.reason[i] = reason[i];
-  ptx::st_release_sys(&record.epoch, scope.epoch);
+  return record;
+}
+
+template <typename... Args>
+__device__ __forceinline__ void announce(const WaitScope& scope, int peer, const Args&... args) {
+  ptx::st_release_sys(&fill_announcement(scope, peer, args...).epoch, scope.epoch);
 }
 
 // What a peer has announced for this epoch, once that is known to be there.

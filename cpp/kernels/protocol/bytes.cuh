@@ -57,6 +57,15 @@ __device__ __forceinline__ void store_16(void* address, const uint4& bits, int a
   }
 }
 
+// The same where the address is hardly ever aligned to less than 16 bytes: code that is seldom run stays out of the
+// way.
+static __device__ __noinline__ uint4 load_16_unaligned(const void* address, int alignment) {
+  return load_16(address, alignment);
+}
+static __device__ __noinline__ void store_16_unaligned(void* address, uint4 bits, int alignment) {
+  store_16(address, bits, alignment);
+}
+
 // An item of 1, 2, 4 or 8 bytes at an address that its size divides.
 __device__ __forceinline__ std::uint64_t load_item(const char* address, int bytes) {
   switch (bytes) {

@@ -13,7 +13,9 @@ namespace deep_moe::kernels {
 struct WaitScope {
   const DeviceDomain& domain;
   std::uint64_t epoch;
+  const std::uint64_t* trouble = nullptr;  // low latency: holds the epoch once a peer is known to make another call
 
+  __device__ bool in_trouble() const { return trouble != nullptr && ptx::ld_relaxed_gpu(trouble) == epoch; }
   __device__ char* mine() const { return domain.workspaces[domain.rank]; }
   __device__ layout::NotifyState& state() const { return domain.words.state(mine()); }
 };
@@ -37,41 +39,59 @@ __device__ void report_error(const WaitScope& scope, layout::KernelErrorKind kin
   ptx::st_release_sys(&record.kind, static_cast<std::uint32_t>(kind));
 }
 
+// What a wait does now and then: looks at the clock, at the other blocks, at what the host knows of the peer. Returns
+// when the wait began, to be passed again; kGiveUp once the deadline has passed or another block of this rank has given
+// up; kPeerLost. These are not inlined: what is seldom run stays out of the way of what waits.
+inline constexpr std::uint64_t kGiveUp = 0, kPeerLost = 1;
+static __device__ __noinline__ std::uint64_t look_up_from_wait(const DeviceDomain& domain, std::uint64_t epoch,
+                                                               const std::uint64_t* trouble, layout::WaitPhase phase,
+                                                               int peer, std::uint64_t expected, std::uint64_t seen,
+                                                               std::uint64_t start) {
+  const WaitScope scope{domain, epoch, trouble};
+  if (ptx::ld_relaxed_gpu(&scope.state().failed) != 0 || scope.in_trouble()) return kGiveUp;
+  if ((ptx::ld_relaxed_gpu(&scope.state().lost_peers) >> peer & 1) != 0) return kPeerLost;
+  const std::uint64_t now = ptx::globaltimer_ns();
+  if (start == 0) start = now;
+  if (now - start <= domain.timeout_ns) return start;
+  ptx::st_relaxed_gpu(&scope.state().failed, 1u);
+  report_error(scope, layout::KernelErrorKind::kTimeout, phase, peer, expected, seen, [](layout::ErrorRecord&) {});
+  return kGiveUp;
+}
+
+static __device__ __noinline__ void report_lost_peer(const DeviceDomain& domain, std::uint64_t epoch,
+                                                     layout::WaitPhase phase, int peer, std::uint64_t expected,
+                                                     std::uint64_t seen) {
+  const WaitScope scope{domain, epoch};
+  ptx::st_relaxed_gpu(&scope.state().failed, 1u);
+  report_error(scope, layout::KernelErrorKind::kPeerLost, phase, peer, expected, seen, [](layout::ErrorRecord&) {});
+}
+
 // Loads until `ready` says yes to what was loaded, and returns true with it in `*value`. Returns false when the
 // deadline has passed, the peer is gone or another block of this rank has given up: the caller's block must leave, and
 // every kernel after it does.
 template <typename Load, typename Ready>
-__device__ bool wait_until(const WaitScope& scope, layout::WaitPhase phase, int peer, std::uint64_t expected, Load load,
-                           Ready ready, std::uint64_t* value) {
-  constexpr int kRoundsPerLook = 64;  // at the clock and at the other blocks
+__device__ __forceinline__ bool wait_until(const WaitScope& scope, layout::WaitPhase phase, int peer,
+                                           std::uint64_t expected, Load load, Ready ready, std::uint64_t* value) {
+  constexpr int kRoundsPerLook = 64;
   std::uint64_t start = 0;
   for (int round = 1;; ++round) {
     *value = load();
     if (ready(*value)) return true;
-    if (round < kRoundsPerLook) continue;
-    round = 0;
-    if (ptx::ld_relaxed_gpu(&scope.state().failed) != 0) return false;
-    if ((ptx::ld_relaxed_gpu(&scope.state().lost_peers) >> peer & 1) != 0) {
-      *value = load();  // what the peer wrote last was there before the host knew that it is gone
-      if (ready(*value)) return true;
-      ptx::st_relaxed_gpu(&scope.state().failed, 1u);
-      report_error(scope, layout::KernelErrorKind::kPeerLost, phase, peer, expected, *value,
-                   [](layout::ErrorRecord&) {});
+    if (start == kPeerLost) {  // what the peer wrote last was there before the host knew that it is gone
+      report_lost_peer(scope.domain, scope.epoch, phase, peer, expected, *value);
       return false;
     }
-    const std::uint64_t now = ptx::globaltimer_ns();
-    if (start == 0) start = now;
-    if (now - start <= scope.domain.timeout_ns) continue;
-    ptx::st_relaxed_gpu(&scope.state().failed, 1u);
-    report_error(scope, layout::KernelErrorKind::kTimeout, phase, peer, expected, *value, [](layout::ErrorRecord&) {});
-    return false;
+    if (round < kRoundsPerLook) continue;
+    round = 0;
+    start = look_up_from_wait(scope.domain, scope.epoch, scope.trouble, phase, peer, expected, *value, start);
+    if (start == kGiveUp) return false;
   }
 }
 
 // The common case: a word that is its own flag.
 template <typename Load>
-__device__ bool wait_for_tag(const WaitScope& scope, layout::WaitPhase phase, int peer, Load load,
-                             std::uint64_t* value) {
+__device__ __forceinline__ bool wait_for_tag(const WaitScope& scope, layout::WaitPhase phase, int peer, Load load,
+                                             std::uint64_t* value) {
   return wait_until(
       scope, phase, peer, layout::tag_count(scope.epoch, 0), load,
       [&](std::uint64_t word) { return layout::has_tag(word, scope.epoch); }, value);

@@ -1,0 +1,250 @@
+// Low-latency dispatch and combine between ranks that share a GPU: every mode and half against the scalar model.
+#include "gpu_low_latency.cuh"
+
+using namespace deep_moe;
+using namespace deep_moe::test;
+using kernels::LowLatencyHalf;
+
+namespace {
+
+constexpr std::int64_t kMiB = 1 << 20;
+
+int blocks_for(int num_ranks) { return std::min(33, 128 / num_ranks); }
+
+// Dispatch, combine, and all of it again on the same staging.
+void check_pair(LowRanks& ranks, const LowShape& shape, const LowMode& mode) {
+  LowModel model(shape);
+  Meeting together(shape.num_ranks);
+  run(shape.num_ranks, [&](int r) {
+    const Meeting::Leave leave{together};
+    ranks.clear(r);
+    LowCall call(ranks, model, r, mode);
+    together.wait();
+    call.dispatch();
+    call.check_dispatch();
+    if (mode.halves) call.restore_inputs();
+    call.make_outputs();
+    call.combine();
+    call.check_combine();
+  });
+}
+
+std::vector<std::int64_t> tokens(int num_ranks, std::int64_t most) {
+  std::vector<std::int64_t> count;
+  for (int r = 0; r < num_ranks; ++r) count.push_back(r % 3 == 1 ? most / 3 : most - r);
+  return count;
+}
+
+}  // namespace
+
+TEST_CASE("low latency: bf16 and fp8, in one launch and in halves" * doctest::skip(no_gpu())) {
+  for (const int num_ranks : {1, 2, 3, 4}) {
+    CAPTURE(num_ranks);
+    LowRanks ranks(num_ranks, 64 * kMiB, 256 * kMiB);
+    LowShape shape;
+    shape.num_ranks = num_ranks;
+    shape.num_tokens = tokens(num_ranks, 33);
+    shape.max_tokens = 40;
+    shape.hidden = 1536;
+    shape.num_experts = 30;
+    shape.topk = 8;
+    for (const bool halves : {false, true})
+      for (const bool weights : {true, false})
+        for (const int kind : {0, 1, 2, 3}) {
+          CAPTURE(halves);
+          CAPTURE(weights);
+          CAPTURE(kind);
+          LowMode mode;
+          mode.halves = halves;
+          mode.weights = weights;
+          mode.fp8 = kind > 0;
+          mode.round_scale = kind == 2;
+          mode.ue8m0 = kind == 3;
+          mode.num_blocks = blocks_for(num_ranks);
+          mode.short_ids = kind == 1;
+          shape.seed += 1;
+          check_pair(ranks, shape, mode);
+        }
+  }
+}
+
+TEST_CASE("low latency: types, widths, experts a token, strides, few blocks" * doctest::skip(no_gpu())) {
+  LowRanks ranks(2, 96 * kMiB, 512 * kMiB);
+  struct Case {
+    std::int64_t hidden, experts, topk, max_tokens;
+    DType dtype;
+    int num_blocks;
+    std::int64_t gap;
+    bool fp8;
+  };
+  const Case cases[] = {
+      {7168, 256, 8, 16, DType::kBFloat16, 3, 0, true},   {7168, 256, 8, 16, DType::kBFloat16, 60, 32, true},
+      {2880, 9, 4, 24, DType::kBFloat16, 5, 2, false},    {8, 16, 1, 64, DType::kBFloat16, 7, 0, false},
+      {128, 16, 32, 12, DType::kFloat16, 9, 2, true},     {4, 3, 2, 50, DType::kFloat32, 3, 4, false},
+      {640, 64, 64, 10, DType::kFloat32, 33, 0, true},    {3072, 60, 22, 17, DType::kFloat16, 11, 0, false},
+      {512, 2048, 6, 130, DType::kBFloat16, 31, 0, true}, {256, 16, 14, 200, DType::kBFloat16, 4, 0, false},
+  };
+  for (const Case& one : cases)
+    for (const bool halves : {false, true})
+      for (const bool weights : {false, true}) {
+        CAPTURE(one.hidden);
+        CAPTURE(halves);
+        CAPTURE(weights);
+        LowShape shape;
+        shape.num_tokens = {one.max_tokens, one.max_tokens / 2};
+        shape.max_tokens = one.max_tokens;
+        shape.hidden = one.hidden;
+        shape.num_experts = one.experts;
+        shape.topk = one.topk;
+        shape.dtype = one.dtype;
+        LowMode mode;
+        mode.halves = halves;
+        mode.weights = weights;
+        mode.fp8 = one.fp8;
+        mode.num_blocks = one.num_blocks;
+        mode.gap = one.gap;
+        check_pair(ranks, shape, mode);
+      }
+}
+
+TEST_CASE("low latency: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
+  LowRanks ranks(3, 64 * kMiB, 256 * kMiB);
+  for (const int item : {1, 2, 4, 8})
+    for (const bool halves : {false, true}) {
+      LowShape shape;
+      shape.num_ranks = 3;
+      shape.num_tokens = {20, 0, 13};
+      shape.max_tokens = 20;
+      shape.hidden = 1024;
+      LowMode mode;
+      mode.scale_items = item == 1 ? 400 : 56;
+      mode.scale_bytes = item;
+      mode.halves = halves;
+      check_pair(ranks, shape, mode);
+    }
+}
+
+TEST_CASE("low latency: no tokens, one hot expert, one token" * doctest::skip(no_gpu())) {
+  LowRanks ranks(2, 64 * kMiB, 512 * kMiB);
+  for (const bool halves : {false, true})
+    for (const std::vector<std::int64_t>& count :
+         std::vector<std::vector<std::int64_t>>{{0, 0}, {16, 0}, {0, 1}, {1, 1}}) {
+      LowShape shape;
+      shape.num_tokens = count;
+      LowMode mode;
+      mode.halves = halves;
+      check_pair(ranks, shape, mode);
+    }
+  LowShape shape;
+  shape.num_tokens = {128, 128};
+  shape.max_tokens = 128;
+  shape.num_experts = 2;
+  shape.topk = 1;
+  check_pair(ranks, shape, LowMode{});
+}
+
+TEST_CASE("low latency: three calls in flight, halves in any order, other calls between" * doctest::skip(no_gpu())) {
+  const int R = 2;
+  LowRanks ranks(R, 16 * kMiB, 64 * kMiB);
+  const char* calls = std::getenv("DEEP_MOE_GPU_STRESS_CALLS");
+  const int rounds = (calls != nullptr ? std::atoi(calls) : 1000) / 4;
+  Meeting together(R);
+  run(R, [&](int r) {
+    const Meeting::Leave leave{together};
+    Random same(5), mine(static_cast<std::uint64_t>(r) + 11);
+    for (int round = 0; round < rounds; ++round) {
+      CAPTURE(round);
+      ranks.clear(r);
+      std::vector<std::unique_ptr<LowModel>> models;
+      std::vector<std::unique_ptr<LowCall>> open;
+      const int count = 1 + static_cast<int>(same.below(3));
+      for (int i = 0; i < count; ++i) {
+        LowShape shape;
+        shape.max_tokens = 1 + same.below(60);
+        shape.num_tokens = {same.below(shape.max_tokens + 1), same.below(shape.max_tokens + 1)};
+        shape.hidden = 128 * (1 + same.below(6));
+        shape.num_experts = 2 + same.below(40);
+        shape.topk = 1 + same.below(9);
+        shape.dtype = same.below(2) == 0 ? DType::kBFloat16 : DType::kFloat16;
+        shape.seed = static_cast<std::uint64_t>(round * 4 + i);
+        models.push_back(std::make_unique<LowModel>(shape));
+        LowMode mode;
+        mode.halves = true;
+        mode.fp8 = same.below(2) == 0;
+        mode.weights = same.below(2) == 0;
+        mode.num_blocks = 3 + static_cast<int>(mine.below(40));
+        open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
+      }
+      std::vector<std::size_t> order(open.size());
+      for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+      const auto shuffle = [&] {
+        for (std::size_t i = order.size(); i > 1; --i)
+          std::swap(order[i - 1], order[static_cast<std::size_t>(mine.below(static_cast<std::int64_t>(i)))]);
+      };
+      for (auto& call : open) call->send_dispatch();
+      if (mine.below(4) == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine.below(300)));
+      shuffle();
+      for (const std::size_t i : order) open[i]->receive_dispatch();
+      if (same.below(3) == 0) {  // any other call takes an epoch
+        ranks.world.set_ids(r, {0});
+        kernels::notify(ranks.world.rank(r).domain, ranks.world.args(r, 0), ranks.world.rank(r).stream);
+      }
+      for (auto& call : open) {
+        call->check_dispatch();
+        call->restore_inputs();
+        call->make_outputs();
+      }
+      for (auto& call : open) call->send_combine();
+      shuffle();
+      for (const std::size_t i : order) open[i]->receive_combine();
+      for (auto& call : open) call->check_combine();
+    }
+  });
+}
+
+TEST_CASE("low latency: a graph, replayed with new values" * doctest::skip(no_gpu())) {
+  const int R = 2;
+  LowRanks ranks(R, 32 * kMiB, 128 * kMiB);
+  LowShape shape;
+  shape.num_tokens = {17, 30};
+  shape.max_tokens = 32;
+  shape.hidden = 7168;
+  shape.num_experts = 32;
+  shape.topk = 8;
+  LowModel model(shape);
+  Meeting together(R);
+  std::vector<std::unique_ptr<LowModel>> others;
+  for (int i = 0; i < 20; ++i) {
+    shape.seed = static_cast<std::uint64_t>(100 + i);
+    others.push_back(std::make_unique<LowModel>(shape));
+  }
+  run(R, [&](int r) {
+    const Meeting::Leave leave{together};
+    LowMode mode;
+    mode.fp8 = true;
+    LowCall call(ranks, model, r, mode);
+    cudaGraph_t graphs[2];
+    cudaGraphExec_t ready[2];
+    for (int half = 0; half < 2; ++half) {
+      cuda(cudaStreamBeginCapture(call.stream(), cudaStreamCaptureModeThreadLocal));
+      half == 0 ? call.dispatch() : call.combine();
+      cuda(cudaStreamEndCapture(call.stream(), &graphs[half]));
+      cuda(cudaGraphInstantiate(&ready[half], graphs[half], 0));
+      cuda(cudaGraphUpload(ready[half], call.stream()));
+    }
+    ranks.sync(r);
+    for (auto& other : others) {
+      call.use(*other);
+      together.wait();
+      cuda(cudaGraphLaunch(ready[0], call.stream()));
+      call.check_dispatch();
+      call.make_outputs();
+      cuda(cudaGraphLaunch(ready[1], call.stream()));
+      call.check_combine();
+    }
+    for (const int half : {0, 1}) {
+      cuda(cudaGraphExecDestroy(ready[half]));
+      cuda(cudaGraphDestroy(graphs[half]));
+    }
+  });
+}
