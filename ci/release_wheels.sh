@@ -4,7 +4,9 @@
 # says; elsewhere ci/wheels.sh does. Either way they are repaired, checked, and lie in build/wheelhouse.
 #   DEEP_MOE_WHEEL_PYTHONS   CPython versions ("3.10 3.11 3.12")
 #   DEEP_MOE_CONTAINERS      0: no containers even where there are some
+architectures=${DEEP_MOE_CUDA_ARCHITECTURES:-}
 . "$(dirname "$0")/common.sh"
+export DEEP_MOE_CUDA_ARCHITECTURES=$architectures # not common.sh's one architecture
 variant=${1:-}
 case $variant in
   cpu | cu12 | cu13) ;;
@@ -22,7 +24,7 @@ if [ -z "$engine" ]; then
   exec ci/wheels.sh "$variant"
 fi
 
-use_venv pipeline
+use_venv pipeline release
 tree=build/cibuildwheel/$variant
 rm -rf "$tree"
 mkdir -p "$tree" build/wheelhouse
@@ -38,3 +40,4 @@ if [ -n "${DEEP_MOE_WHEEL_PYTHONS:-}" ]; then
 fi
 (cd "$tree" && python -m cibuildwheel --platform linux --archs "$(uname -m)" --output-dir "$REPO/build/wheelhouse")
 ls -l build/wheelhouse
+python ci/check_wheel.py build/wheelhouse/*.whl
