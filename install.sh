@@ -111,7 +111,7 @@ no_cuda() {
   if [ "$cuda" = on ]; then problem nvcc "$1" "$2, or --cuda off"; else note nvcc "$1: the CPU backend alone ($2)"; fi
 }
 check_cuda() {
-  local nvcc version work driver gpus torch_cuda
+  local nvcc version work driver gpus number
   with_cuda=1 cuda_major=
   gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d ' .' | sort -u || true)
   case $gpus in *[!0-9$'\n']*) gpus= ;; esac
@@ -134,6 +134,7 @@ check_cuda() {
   fi
   rm -rf "$work"
   ok nvcc "$version ($nvcc)"
+  export CUDACXX=$nvcc
   cuda_major=${version%%.*}
   driver=$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9.]*\).*/\1/p' | head -n 1 || true)
   if [ -z "$driver" ]; then

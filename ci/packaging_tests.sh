@@ -9,7 +9,13 @@ if [ "${1:-}" = slow ]; then
   which=slow
   shift
 fi
-use_venv test
+use_venv test pipeline
+if [ "$which" = slow ] && [ -z "${NVSHMEM_DIR:-}" ] && command -v nvcc >/dev/null; then
+  major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  [ -d "build/nvshmem-cu$major" ] ||
+    python -m pip install -q --no-deps --target "build/nvshmem-cu$major" "nvidia-nvshmem-cu$major>=3.4.5,<3.5"
+  export NVSHMEM_DIR=$REPO/build/nvshmem-cu$major/nvidia/nvshmem
+fi
 export DEEP_MOE_BUILD_TREE=$REPO/build/default DEEP_MOE_INSTALL_TREE=$REPO/build/install
 rm -rf "$DEEP_MOE_INSTALL_TREE"
 cmake --install build/default --prefix "$DEEP_MOE_INSTALL_TREE" >/dev/null
