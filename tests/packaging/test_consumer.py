@@ -26,6 +26,7 @@ def find(cmake_dir: Path, folder: Path, arguments: str, tail: str = "") -> str:
     """Output of a project that looks for deep_moe."""
     (folder / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.25)\nproject(find LANGUAGES CXX)\n"
+        'set(reason mine)\nset(component "mine too")\n'
         f"find_package(deep_moe CONFIG {arguments})\n{tail}\n"
     )
     return run("cmake", "-S", folder, "-B", folder / "build", f"-Ddeep_moe_DIR={cmake_dir}")
@@ -47,6 +48,9 @@ def test_missing_component_is_an_error_that_says_why(
 
 def test_optional_component_is_reported(cmake_dir: Path, tmp_path: Path) -> None:
     tail = """
+if(NOT reason STREQUAL "mine" OR NOT component STREQUAL "mine too")
+  message(FATAL_ERROR "the caller's variables are changed")
+endif()
 if(deep_moe_internode_FOUND OR NOT deep_moe_FOUND OR NOT TARGET deep_moe::deep_moe)
   message(FATAL_ERROR "wrong result variables")
 endif()
