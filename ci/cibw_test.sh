@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
 # The wheel that is installed in the Python on PATH: what it says of itself, the benchmark and the tests on the CPU.
-#   DEEP_MOE_TORCH         what to install where there is no torch (torch==2.13.0; a CPU build is enough)
 #   DEEP_MOE_WHEEL_TESTS   quick: without the tests
 set -euo pipefail
 repository=$(realpath "$(dirname "$0")/..")
 cd "$(mktemp -d)" # away from the sources
-python -c 'import torch' 2>/dev/null || python -m pip install -q "${DEEP_MOE_TORCH:-torch==2.13.0}"
 python - <<'P'
 import deep_moe, deep_moe._C, os
 info = deep_moe._C.build_info()
