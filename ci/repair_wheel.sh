@@ -4,5 +4,5 @@
 set -euo pipefail
 folder=${1:?usage: ci/repair_wheel.sh FOLDER WHEEL...}
 shift
-exec auditwheel -q repair --plat "manylinux_2_28_$(uname -m)" --only-plat --exclude libcuda.so.1 \
+exec auditwheel repair --plat "manylinux_2_28_$(uname -m)" --only-plat --exclude libcuda.so.1 \
   --exclude 'libnvshmem_host.so*' -w "$folder" "$@"
