@@ -34,14 +34,17 @@ gpu_architecture() {
 }
 export DEEP_MOE_CUDA_ARCHITECTURES=${DEEP_MOE_CUDA_ARCHITECTURES:-$(gpu_architecture)}
 
-# need_packages WHAT PACKAGE...: something of the system's is missing; root gets it, others are told.
+# need_packages WHAT PACKAGE...: something of the system's is missing; root gets it (in a pipeline, by sudo), others are
+# told.
 need_packages() {
-  local what=$1
+  local what=$1 root=()
   shift
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  if [ "$(id -u)" != 0 ] && [ -n "${CI:-}" ] && sudo -n true 2>/dev/null; then root=(sudo); fi
+  if { [ "$(id -u)" = 0 ] || [ ${#root[@]} -gt 0 ]; } && command -v apt-get >/dev/null; then
     say "installing $* ($what is missing)"
     export DEBIAN_FRONTEND=noninteractive
-    apt-get install -y -qq "$@" >/dev/null 2>&1 || { apt-get update -qq && apt-get install -y -qq "$@" >/dev/null; }
+    "${root[@]}" apt-get install -y -qq "$@" >/dev/null 2>&1 ||
+      { "${root[@]}" apt-get update -qq && "${root[@]}" apt-get install -y -qq "$@" >/dev/null; }
   else
     die "$what is missing; as root: apt-get install $*"
   fi

@@ -21,12 +21,14 @@ build() {
   use_venv
   say "building for sm_$DEEP_MOE_CUDA_ARCHITECTURES"
   cmake --preset cuda -DDEEP_MOE_CUDA_ARCHITECTURES="$DEEP_MOE_CUDA_ARCHITECTURES" >/dev/null
-  cmake --build --preset cuda --parallel "$JOBS" --target gpu_tests
+  cmake --build --preset cuda --parallel "$JOBS" --target gpu_tests two_ranks_gpu
 }
 cpp() {
   build
   say "C++ tests"
   "${threads[@]}" "$tests" --test-case-exclude='timing*'
+  say "C++ example"
+  build/cuda/examples/two_ranks_gpu
 }
 python_tests() {
   use_venv test

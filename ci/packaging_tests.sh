@@ -1,9 +1,22 @@
 #!/usr/bin/env bash
-# The installed wheel, a C++ install tree, and the pages' examples: ci/packaging_tests.sh [PYTEST ARGUMENT...]
+# The installed wheel, a C++ install tree, the build tree, and the pages' examples.
+#   ci/packaging_tests.sh [PYTEST ARGUMENT...]   what is quick
+#   ci/packaging_tests.sh slow [PYTEST ARGUMENT...]   CUDA consumers with own kernels, deep_moe inside another project
 # Takes the wheel of ci/wheel.sh and the build of ci/build_cpp.sh.
 . "$(dirname "$0")/common.sh"
-use_venv test
-export DEEP_MOE_INSTALL_TREE=$REPO/build/install
+which="not slow"
+if [ "${1:-}" = slow ]; then
+  which=slow
+  shift
+fi
+use_venv test pipeline
+if [ "$which" = slow ] && [ -z "${NVSHMEM_DIR:-}" ] && command -v nvcc >/dev/null; then
+  major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
+  [ -d "build/nvshmem-cu$major" ] ||
+    python -m pip install -q --no-deps --target "build/nvshmem-cu$major" "nvidia-nvshmem-cu$major>=3.4.5,<3.5"
+  export NVSHMEM_DIR=$REPO/build/nvshmem-cu$major/nvidia/nvshmem
+fi
+export DEEP_MOE_BUILD_TREE=$REPO/build/default DEEP_MOE_INSTALL_TREE=$REPO/build/install
 rm -rf "$DEEP_MOE_INSTALL_TREE"
 cmake --install build/default --prefix "$DEEP_MOE_INSTALL_TREE" >/dev/null
-python -m pytest tests/packaging "$@"
+python -m pytest tests/packaging -m "$which" "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything: lint, wheel, stubs, C++ tests, sanitizers, Python tests, packaging. Ends with a summary; exit status 0 only
-# if all of it passed. Each step is a script of its own.
+# Everything that is quick: lint, pipeline, wheel, stubs, C++ tests, sanitizers, Python tests, packaging. Ends with a
+# summary; exit status 0 only if all of it passed. Each step is a script of its own.
 . "$(dirname "$0")/common.sh"
 summary=()
 passed=0
@@ -24,8 +24,10 @@ finish() {
 }
 
 need_doctest
-use_venv run test lint
+use_venv run test lint pipeline
 step lint ci/lint.sh || true
+step pipeline ci/pipeline.sh || true
+if git rev-parse HEAD >/dev/null 2>&1; then step "source dist" ci/sdist.sh check || true; fi
 step wheel ci/wheel.sh || { finish; exit 1; }
 step stubs ci/stubs.sh || true
 if step "C++ build" ci/build_cpp.sh; then

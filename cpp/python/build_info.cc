@@ -4,6 +4,7 @@
 #include <string>
 
 #include <deep_moe/buffer.hpp>
+#include <deep_moe/version.hpp>
 
 #include "bindings.hpp"
 
@@ -48,7 +49,7 @@ std::string compiler() {
 
 nb::dict build_info() {
   nb::dict info;
-  info["version"] = DEEP_MOE_VERSION;
+  info["version"] = deep_moe::version();
   info["variant"] = DEEP_MOE_CUDA_COMPILED ? "cu" + std::to_string(DEEP_MOE_CUDA_MAJOR) : std::string("cpu");
   info["cuda_compiled"] = static_cast<bool>(DEEP_MOE_CUDA_COMPILED);
   info["cuda_archs"] = architectures();

@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+def run(
+    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None, timeout: float = 240
+) -> str:
     """Run a command; its output, or a failed test that shows it."""
     result = subprocess.run(
         [str(part) for part in command],
@@ -19,24 +21,32 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | Non
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=240,
+        timeout=timeout,
     )
     if result.returncode != 0:
         pytest.fail(f"{' '.join(map(str, command))}: exit status {result.returncode}\n{result.stdout}")
     return result.stdout
 
 
+def tree(kind: str) -> Path:
+    """Folder of deep_moeConfig.cmake: in the installed wheel, in a C++ install tree, in a build tree."""
+    if kind == "wheel":
+        return Path(run(sys.executable, "-m", "deep_moe", "--cmake-dir").strip())
+    variable = f"DEEP_MOE_{kind.upper()}"
+    folder = os.environ.get(variable)
+    if folder is None:
+        pytest.skip(f"{variable} is not set; ci/packaging_tests.sh makes such a tree and sets it")
+    return Path(folder) / "lib" / "cmake" / "deep_moe" if kind == "install_tree" else Path(folder)
+
+
 @pytest.fixture(scope="session", params=["wheel", "install_tree"])
 def cmake_dir(request: pytest.FixtureRequest) -> Path:
-    """Folder of deep_moeConfig.cmake: in the installed wheel, and in a C++ install tree."""
-    if request.param == "wheel":
-        return Path(run(sys.executable, "-m", "deep_moe", "--cmake-dir").strip())
-    prefix = os.environ.get("DEEP_MOE_INSTALL_TREE")
-    if prefix is None:
-        pytest.skip(
-            "DEEP_MOE_INSTALL_TREE is not set; ci/packaging_tests.sh makes an install tree and sets it"
-        )
-    return Path(prefix) / "lib" / "cmake" / "deep_moe"
+    return tree(request.param)
+
+
+@pytest.fixture(scope="session", params=["wheel", "install_tree", "build_tree"])
+def any_cmake_dir(request: pytest.FixtureRequest) -> Path:
+    return tree(request.param)
 
 
 @pytest.fixture(scope="session")

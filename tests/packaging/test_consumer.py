@@ -1,56 +1,89 @@
-"""C++ users: an installed library is found, links without nvcc and runs; each public header stands alone."""
+"""C++ users: the library is found, links without nvcc and runs; each public header stands alone."""
 
-import os
+import re
 import shutil
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from .conftest import ROOT, run
+from .consumers import FOLDER, build_and_run, cxx, version, without_nvcc
 
-HEADERS = sorted(path.name for path in (ROOT / "cpp" / "include" / "deep_moe").glob("*.hpp"))
-
-
-def cxx() -> str:
-    return os.environ.get("CXX", "c++")
+WRITTEN_HEADERS = [path.name for path in (ROOT / "cpp" / "include" / "deep_moe").glob("*.hpp")]
+HEADERS = sorted([*WRITTEN_HEADERS, "version.hpp"])
 
 
-def without_nvcc() -> dict[str, str]:
-    """This environment with no CUDA compiler to be found."""
-    folders = [d for d in os.environ["PATH"].split(os.pathsep) if not (Path(d) / "nvcc").exists()]
-    hidden = {"CUDACXX", "CUDA_HOME", "CUDA_PATH", "CMAKE_GENERATOR"}
-    env = {name: value for name, value in os.environ.items() if name not in hidden}
-    return env | {"PATH": os.pathsep.join(folders)}
-
-
-def test_plain_cpp_project_builds_and_runs_without_nvcc(cmake_dir: Path, tmp_path: Path) -> None:
+def test_plain_cpp_project_builds_and_runs_without_nvcc(any_cmake_dir: Path, tmp_path: Path) -> None:
     env = without_nvcc()
     assert shutil.which("nvcc", path=env["PATH"]) is None
-    tools = {name: shutil.which(name) for name in ("cmake", cxx(), "make")}
-    missing = [name for name, path in tools.items() if path is None]
-    assert not missing, f"not on PATH: {missing}"
-    version = metadata.version("deep-moe")
-    run(
-        tools["cmake"] or "",
-        "-S",
-        ROOT / "tests" / "packaging" / "consumer",
-        "-B",
-        tmp_path,
-        f"-Ddeep_moe_DIR={cmake_dir}",
-        f"-DEXPECTED_VERSION={version}",
-        f"-DCMAKE_MAKE_PROGRAM={tools['make']}",
-        f"-DCMAKE_CXX_COMPILER={tools[cxx()]}",
-        env=env,
+    output = build_and_run(
+        "consumer", tmp_path, f"deep_moe_DIR={any_cmake_dir}", f"EXPECTED_VERSION={version()}", env=env
     )
-    run(tools["cmake"] or "", "--build", tmp_path, env=env)
-    output = run(tmp_path / "consumer", env=env)
-    assert "rank 0: 2 rows received" in output
-    assert "rank 1: 4 rows received" in output
+    assert f"headers {version()}, library {version()}" in output
+
+
+def find(cmake_dir: Path, folder: Path, arguments: str, tail: str = "") -> str:
+    """Output of a project that looks for deep_moe."""
+    (folder / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(find LANGUAGES CXX)\n"
+        'set(reason mine)\nset(component "mine too")\n'
+        f"find_package(deep_moe CONFIG {arguments})\n{tail}\n"
+    )
+    return run("cmake", "-S", folder, "-B", folder / "build", f"-Ddeep_moe_DIR={cmake_dir}")
+
+
+@pytest.mark.parametrize(
+    ("component", "reason"),
+    [("internode", "no network between nodes yet"), ("typo", "there are: deep_moe, cuda, internode")],
+)
+def test_missing_component_is_an_error_that_says_why(
+    cmake_dir: Path, component: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(pytest.fail.Exception) as failure:
+        find(cmake_dir, tmp_path, f"REQUIRED COMPONENTS deep_moe {component}")
+    text = " ".join(str(failure.value).split())
+    assert f"component '{component}'" in text
+    assert reason in text
+
+
+def test_optional_component_is_reported(cmake_dir: Path, tmp_path: Path) -> None:
+    tail = """
+if(NOT reason STREQUAL "mine" OR NOT component STREQUAL "mine too")
+  message(FATAL_ERROR "the caller's variables are changed")
+endif()
+if(deep_moe_internode_FOUND OR NOT deep_moe_FOUND OR NOT TARGET deep_moe::deep_moe)
+  message(FATAL_ERROR "wrong result variables")
+endif()
+message(STATUS "ABI ${deep_moe_ABI_VERSION}")"""
+    output = find(cmake_dir, tmp_path, "REQUIRED OPTIONAL_COMPONENTS internode", tail)
+    assert "optional component 'internode' is not there" in " ".join(output.split())
+    assert re.search(r"ABI \d+", output)
+
+
+def test_another_minor_version_is_refused(cmake_dir: Path, tmp_path: Path) -> None:
+    major, minor, _ = version().split(".")
+    with pytest.raises(pytest.fail.Exception, match=re.escape(version())):
+        find(cmake_dir, tmp_path, f"{major}.{int(minor) + 1} REQUIRED")
+
+
+def test_install_tree_names_no_folder_of_the_build(cmake_dir: Path) -> None:
+    text = "".join(path.read_text() for path in cmake_dir.glob("*.cmake"))
+    assert text and str(ROOT) not in text
+
+
+def test_archive_keeps_to_its_namespace(cmake_dir: Path) -> None:
+    """Strong symbols are all in deep_moe, and no device link is left for the program to do."""
+    archive = cmake_dir.parents[1] / "libdeep_moe.a"
+    symbols = [
+        line.split(maxsplit=2) for line in run("nm", "-C", "-g", archive).splitlines() if " T " in line
+    ]
+    assert symbols and [name for _, _, name in symbols if "deep_moe" not in name] == []
+    undefined = run("nm", "--undefined-only", archive)
+    assert re.findall(r"\S*(?:RegisterLinkedBinary|fatbinwrap|nvshmem)\S*", undefined) == []
 
 
 def test_installed_headers_are_the_public_ones(include_dir: Path) -> None:
-    assert HEADERS
+    assert WRITTEN_HEADERS
     installed = sorted(
         str(path.relative_to(include_dir)) for path in include_dir.rglob("*") if path.is_file()
     )
@@ -70,14 +103,10 @@ def test_header_compiles_alone(include_dir: Path, header: str, tmp_path: Path) -
 def test_headers_compile_in_cuda_code(include_dir: Path, tmp_path: Path) -> None:
     source = tmp_path / "headers.cu"
     source.write_text("".join(f"#include <deep_moe/{header}>\n" for header in HEADERS))
-    run(
-        "nvcc",
-        "-std=c++20",
-        "-Werror",
-        "all-warnings",
-        f"-I{include_dir}",
-        "-c",
-        source,
-        "-o",
-        tmp_path / "headers.o",
-    )
+    flags = ["-std=c++20", "-Werror", "all-warnings", f"-I{include_dir}"]
+    run("nvcc", *flags, "-c", source, "-o", tmp_path / "headers.o")
+
+
+def test_consumers_are_all_tested() -> None:
+    text = "".join(path.read_text() for path in FOLDER.glob("test_consumer*.py"))
+    assert [path.name for path in FOLDER.glob("consumer*/") if f'"{path.name}"' not in text] == []

@@ -1,0 +1,1 @@
+__device__ int plus_one(int value) { return value + 1; }
