@@ -36,6 +36,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "NO_FENCE",  # put, then a signal, and nothing that orders them
         "UNTAGGED",  # the arrival word does not say which call it belongs to
     ),
+    "refusal": (
+        "NO_GATE",  # rows are sent before all ranks are known to take part
+        "NO_LIMIT",  # a rank that refuses runs as far ahead as it likes
+        "LONG_LIMIT",  # it runs ahead as far as the peer has left the slot, whether the record was delivered or not
+    ),
     "reset": (
         "NO_QUIET",  # the reset does not wait for puts of the failed generation
         "NO_GENERATION",  # tags do not say the generation
