@@ -39,7 +39,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "refusal": (
         "NO_GATE",  # rows are sent before all ranks are known to take part
         "NO_LIMIT",  # a rank that refuses runs as far ahead as it likes
-        "LONG_LIMIT",  # it runs ahead as far as the peer has left the slot, whether the record was delivered or not
+        "LONG_LIMIT",  # it runs as far ahead as slots have been left, whether records have arrived or not
     ),
     "reset": (
         "NO_QUIET",  # the reset does not wait for puts of the failed generation
