@@ -59,6 +59,12 @@ need_doctest() {
   echo '#include <doctest/doctest.h>' | c++ -E -x c++ - >/dev/null 2>&1 || need_packages "doctest" doctest-dev
 }
 
+# The model checker and the compiler for what it writes; without them the tests of docs/models are skipped.
+need_spin() {
+  command -v spin >/dev/null && command -v gcc >/dev/null && return
+  (need_packages "spin or gcc" spin gcc) || say "no spin: the models of the protocol between nodes are not checked"
+}
+
 # use_venv [EXTRA...]: makes the virtual environment if there is none, puts torch, the build tools and the named extras
 # of pyproject.toml into it, and activates it. What is there already is not asked for again.
 use_venv() {

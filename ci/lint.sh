@@ -4,7 +4,7 @@
 . "$(dirname "$0")/common.sh"
 use_venv run lint
 mapfile -t cpp_files < <(find cpp examples tests \( -name '*.hpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \))
-python_files=(python tests ci)
+python_files=(python tests ci docs)
 
 if [ "${1:-}" = --fix ]; then
   ruff check -q --fix "${python_files[@]}" || true
@@ -43,6 +43,7 @@ outside_python=(cpp/include cpp/layout cpp/runtime cpp/cpu cpp/cuda cpp/kernels)
 check "ruff check" ruff check "${python_files[@]}"
 check "ruff format" ruff format --check "${python_files[@]}"
 check "mypy" mypy
+check "mypy of docs" mypy docs/models/*.py
 check "clang-format" formatted
 check "shell syntax" shell_syntax
 check "no torch in C++" forbid "nothing includes libtorch" '#include *[<"](torch|ATen|c10)/' cpp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "cpu: needs no GPU; every test in tests/cpu",
         "gpus(n): needs at least n CUDA GPUs",
         "nodes(n): needs n hosts",
+        "tools(name, ...): needs these programs; the scripts in ci/ install them",
         "nightly: too long for every run; see --nightly",
         "slow: takes more than about ten seconds",
     ):
@@ -94,6 +96,8 @@ def what_is_missing(item: pytest.Item) -> str | None:
             marker
         ):
             return f"needs {_number(marker)} hosts, DEEP_MOE_TEST_NODES says {given}"
+        if marker.name == "tools" and (missing := [name for name in marker.args if not shutil.which(name)]):
+            return f"needs {', '.join(missing)}"
         if marker.name == "nightly" and not item.config.getoption("--nightly"):
             return "a nightly test: pass --nightly or set DEEP_MOE_NIGHTLY=1"
     return None
