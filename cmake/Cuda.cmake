@@ -47,7 +47,7 @@ if(NOT CMAKE_CUDA_COMPILER)
 endif()
 
 # enable_language() asks for some architecture to try the compiler with; our targets set their own.
-if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND "$ENV{CUDAARCHS}" STREQUAL "")
   set(CMAKE_CUDA_ARCHITECTURES OFF)
 endif()
 enable_language(CUDA)
@@ -55,19 +55,8 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.4)
   deep_moe_no_cuda("${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}" "12.4 is the oldest that serves.")
 endif()
 
-# The architectures. 90a and 100a code runs on those chips alone, so one plain PTX target covers what comes after.
-# Given by -DDEEP_MOE_CUDA_ARCHITECTURES, else by the environment variable of that name, else everything we tune for.
-if(NOT "$ENV{DEEP_MOE_CUDA_ARCHITECTURES}" STREQUAL "")
-  set(default_architectures "$ENV{DEEP_MOE_CUDA_ARCHITECTURES}")
-else()
-  set(default_architectures 80-real 90a-real)
-  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
-    list(APPEND default_architectures 100a-real)
-  endif()
-  list(APPEND default_architectures 90-virtual)
-endif()
-set(DEEP_MOE_CUDA_ARCHITECTURES "${default_architectures}"
-    CACHE STRING "GPU architectures, in the form of CMAKE_CUDA_ARCHITECTURES")
+# The architectures, and DEEP_MOE_CUDA_DEFINITIONS for the kernels.
+include(cmake/CudaArchitectures.cmake)
 
 # The static runtime travels with the library (cmake/Install.cmake), so that a C++ program needs no toolkit to link.
 find_library(
@@ -105,4 +94,5 @@ function(deep_moe_cuda_target target)
     set(compress "SHELL:-Xfatbin -compress-all")
   endif()
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${compress}>")
+  target_compile_definitions(${target} PRIVATE ${DEEP_MOE_CUDA_DEFINITIONS})
 endfunction()

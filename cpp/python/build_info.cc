@@ -14,6 +14,9 @@
 #ifndef DEEP_MOE_CUDA_ARCHS
 #define DEEP_MOE_CUDA_ARCHS ""
 #endif
+#ifndef DEEP_MOE_SM90_ARCHS
+#define DEEP_MOE_SM90_ARCHS ""
+#endif
 #ifndef DEEP_MOE_CUDA_MAJOR
 #define DEEP_MOE_CUDA_MAJOR 0
 #endif
@@ -24,10 +27,10 @@ namespace deep_moe::python {
 namespace {
 
 // "80;90a" -> ["80", "90a"]
-nb::list architectures() {
+nb::list architectures(const char* text) {
   nb::list archs;
   std::string current;
-  for (const char* at = DEEP_MOE_CUDA_ARCHS;; ++at) {
+  for (const char* at = text;; ++at) {
     const bool ends = *at == '\0' || *at == ';' || *at == ',' || *at == ' ';
     if (!ends) {
       current += *at;
@@ -52,7 +55,8 @@ nb::dict build_info() {
   info["version"] = deep_moe::version();
   info["variant"] = DEEP_MOE_CUDA_COMPILED ? "cu" + std::to_string(DEEP_MOE_CUDA_MAJOR) : std::string("cpu");
   info["cuda_compiled"] = static_cast<bool>(DEEP_MOE_CUDA_COMPILED);
-  info["cuda_archs"] = architectures();
+  info["cuda_archs"] = architectures(DEEP_MOE_CUDA_ARCHS);
+  info["sm90_archs"] = architectures(DEEP_MOE_SM90_ARCHS);
   info["cuda_transport"] = cuda_transport_compiled();
   info["simd"] = simd_level();
   info["compiler"] = compiler();
@@ -69,8 +73,8 @@ nb::dict build_info() {
 void register_build_info(nb::module_& m) {
   m.def("build_info", build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
         "version: str; variant: \"cpu\", \"cu12\" or \"cu13\"; cuda_compiled: bool; cuda_archs: list[str], such as\n"
-        "\"90a\"; cuda_transport: bool, whether rows can be moved between GPUs; simd: str, chosen at run time;\n"
-        "compiler: str; abi3: bool.");
+        "\"90a\"; sm90_archs: list[str], those whose code uses what came with sm_90; cuda_transport: bool, whether\n"
+        "rows can be moved between GPUs; simd: str, chosen at run time; compiler: str; abi3: bool.");
 }
 
 }  // namespace deep_moe::python

@@ -75,8 +75,8 @@ def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, nu
 def build_info() -> dict[str, Any]:
     """
     version: str; variant: "cpu", "cu12" or "cu13"; cuda_compiled: bool; cuda_archs: list[str], such as
-    "90a"; cuda_transport: bool, whether rows can be moved between GPUs; simd: str, chosen at run time;
-    compiler: str; abi3: bool.
+    "90a"; sm90_archs: list[str], those whose code uses what came with sm_90; cuda_transport: bool, whether
+    rows can be moved between GPUs; simd: str, chosen at run time; compiler: str; abi3: bool.
     """
 
 class Buffer:

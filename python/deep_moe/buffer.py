@@ -77,8 +77,8 @@ class Buffer(LowLatencyCalls):
     # ---- settings and hints ----
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Whether this build has code for GPUs of compute capability 9.0."""
-        return any(arch.startswith("90") for arch in _C.build_info()["cuda_archs"])
+        """Whether this build has code for GPUs of compute capability 9.0 that uses what came with them."""
+        return any(arch.startswith("90") for arch in _C.build_info()["sm90_archs"])
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:

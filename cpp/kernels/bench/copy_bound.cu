@@ -8,6 +8,7 @@
 #include <deep_moe/error.hpp>
 
 #include "kernels/protocol/cuda_check.hpp"
+#include "kernels/ptx/features.cuh"
 #include "kernels/ptx/memory.cuh"
 #include "kernels/ptx/tma.cuh"
 
@@ -155,6 +156,8 @@ __global__ void __launch_bounds__(32 * kMaxWarps, 1) copy_bound_kernel(const __g
   }
 }
 
+using Kernel = void (*)(CopyBound);
+
 void check(bool ok, const char* name, std::int64_t value, const char* allowed) {
   if (!ok) throw ArgumentError(std::string(name) + " is " + std::to_string(value) + "; allowed: " + allowed);
 }
@@ -167,12 +170,13 @@ bool prepare_copy_bound() {
   kernels::check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   kernels::check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                       "cudaDeviceGetAttribute");
-  for (const auto kernel : {copy_bound_kernel<3>, copy_bound_kernel<4>}) {
+  for (const Kernel kernel : {Kernel(copy_bound_kernel<3>), Kernel(copy_bound_kernel<4>)}) {
     kernels::check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                         "setting the plain copy's shared memory");
     cudaFuncAttributes attributes;
     kernels::check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading the plain copy");
-    has_copy_engine = has_copy_engine && std::min(attributes.ptxVersion, attributes.binaryVersion) >= 90;
+    const int code_version = std::min(attributes.ptxVersion, attributes.binaryVersion);
+    has_copy_engine = has_copy_engine && ptx::has_sm90_features(10 * code_version);
   }
   return has_copy_engine;
 }
@@ -187,7 +191,7 @@ void launch_copy_bound(const CopyBound& args, const CopyShape& shape, kernels::S
   check(args.num_loads >= 1 && args.num_loads <= kMaxCopyRanks, "num_loads", args.num_loads, "1 to 32");
   check(args.num_stores >= 1 && args.num_stores <= kMaxCopyRanks, "num_stores", args.num_stores, "1 to 32");
   check(args.num_loads == 1 || args.num_stores == 1, "num_stores", args.num_stores, "1 where there are several loads");
-  const auto kernel = shape.num_stages == 3 ? copy_bound_kernel<3> : copy_bound_kernel<4>;
+  const Kernel kernel = shape.num_stages == 3 ? copy_bound_kernel<3> : copy_bound_kernel<4>;
   const int shared = shape.num_warps * Ring::bytes(args, shape.num_stages);
   kernel<<<shape.num_sms, 32 * shape.num_warps, static_cast<std::size_t>(shared), static_cast<cudaStream_t>(stream)>>>(
       args);

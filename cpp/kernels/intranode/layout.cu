@@ -8,6 +8,7 @@
 #include "kernels/intranode/launch.hpp"
 #include "kernels/intranode/layout.cuh"
 #include "kernels/low_latency/launch.hpp"
+#include "kernels/ptx/features.cuh"
 #include "kernels/ptx/memory.cuh"
 
 namespace deep_moe::kernels {
@@ -76,7 +77,7 @@ bool has_copy_engine() {
     const char* text = std::getenv("DEEP_MOE_COPY_ENGINE");
     return text == nullptr || std::strcmp(text, "0") != 0;
   }();
-  return wanted && code_version[current_device()] >= 90;
+  return wanted && ptx::has_sm90_features(10 * code_version[current_device()]);
 }
 
 void get_dispatch_layout(const DeviceDomain& domain, const LayoutArgs& args, Stream stream) {

@@ -75,7 +75,11 @@ __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_re
 // but across no other access of this file.
 __device__ __forceinline__ uint4 ld_weak_16(const void* address) {
   uint4 value;
+#ifdef DEEP_MOE_DISABLE_AGGRESSIVE_PTX_INSTRS
+  asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+#else
   asm("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+#endif
       : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
       : "l"(address)
       : "memory");

@@ -5,14 +5,11 @@
 
 #include <cstdint>
 
+#include "kernels/ptx/features.cuh"
+
 namespace deep_moe::ptx {
 
-// True in code for chips that have the engine. What depends on it stands behind `if constexpr`.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool kHasTma = true;
-#else
-inline constexpr bool kHasTma = false;
-#endif
+inline constexpr bool kHasTma = kHasSm90Features;
 
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
