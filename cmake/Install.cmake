@@ -1,6 +1,10 @@
 # The install tree, relocatable: include/, lib/libdeep_moe.a, lib/cmake/deep_moe. The wheel carries the same tree inside
 # the package folder, where 'python -m deep_moe --cmake-dir' points at it. The build tree can be found just so, with
 # -Ddeep_moe_DIR=<build tree>.
+if(DEEP_MOE_PREFIX)
+  install(DIRECTORY "${DEEP_MOE_PREFIX}/" DESTINATION .)
+  return()
+endif()
 include(CMakePackageConfigHelpers)
 set(cmake_dir lib/cmake/deep_moe)
 
