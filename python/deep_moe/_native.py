@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _C, errors
+from . import _C, _variants, errors
 
 
 def _current_stream(device: int) -> int:
@@ -20,5 +20,6 @@ def _connect() -> None:
 
 
 _connect()
+_variants.warn_of_conflict(_C.build_info()["variant"])
 
 __version__: str = _C.build_info()["version"]

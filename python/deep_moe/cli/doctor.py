@@ -9,8 +9,10 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from .. import _variants
 from . import probes
 from .machine import build_info, cpu_model, memory_bytes, num_cores
 
@@ -66,6 +68,9 @@ def find_build(info: dict[str, Any]) -> list[Finding]:
                 "install again: pip install --force-reinstall .",
             )
         )
+    both = _variants.conflict(Path(_variants.__file__).parent, info["variant"])
+    if both is not None:
+        findings.append(Finding("warning", "wheels", *both))
     return findings
 
 
