@@ -9,7 +9,7 @@ if [ "${1:-}" = slow ]; then
   which=slow
   shift
 fi
-use_venv test pipeline
+use_venv test pipeline release
 if [ "$which" = slow ] && [ -z "${NVSHMEM_DIR:-}" ] && command -v nvcc >/dev/null; then
   major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
   [ -d "build/nvshmem-cu$major" ] ||
