@@ -212,12 +212,13 @@ def check_instructions(wheel: Wheel) -> list[str]:
     with_sm90 = {re.sub("-real$", "", one) for one in told["SM90_ARCHITECTURES"]} & code
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for file in unpacked(wheel, Path(folder), ".so") + unpacked(wheel, Path(folder), ".a"):
+        (module,) = unpacked(wheel, Path(folder), ".so")
+        for file in (module, *unpacked(wheel, Path(folder), ".a")):
             there = sass.architectures(file)
             if there != (code, ptx):
                 found.append(f"{file.name} has code and PTX for {there}, told is {(code, ptx)}")
-            else:
-                found += [f"{file.name}: {one}" for one in sass.problems(file, with_sm90, code - with_sm90)]
+        if not found:  # the archive's objects are those of the module
+            found = sass.problems(module, with_sm90, code - with_sm90)
     return found
 
 

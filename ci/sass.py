@@ -55,9 +55,11 @@ def instructions(file: Path, architecture: str) -> Counter[str]:
     return Counter(INSTRUCTION.findall(cuobjdump("-sass", "-arch", f"sm_{architecture}", file)))
 
 
-def problems(file: Path, with_sm90: set[str], without: set[str]) -> list[str]:
-    """What is wrong with `file`: each of SM90_ONLY has to be in the code of the architectures `with_sm90`,
-    and none of them in that of `without`."""
+def problems(
+    file: Path, with_sm90: set[str], without: set[str], wanted: tuple[str, ...] = SM90_ONLY
+) -> list[str]:
+    """What is wrong with `file`: each of `wanted` has to be in the code of the architectures `with_sm90`, and
+    none of SM90_ONLY in that of `without`."""
     found = []
     for architecture in sorted(with_sm90 | without):
         counts = instructions(file, architecture)
@@ -67,7 +69,7 @@ def problems(file: Path, with_sm90: set[str], without: set[str]) -> list[str]:
             there = [f"{name} ({counts[name]})" for name in SM90_ONLY if counts[name]]
             found += [f"sm_{architecture} has {name}, which it must not" for name in there]
         else:
-            found += [f"sm_{architecture} has no {name}" for name in SM90_ONLY if not counts[name]]
+            found += [f"sm_{architecture} has no {name}" for name in wanted if not counts[name]]
     return found
 
 

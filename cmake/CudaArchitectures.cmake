@@ -70,10 +70,9 @@ elseif(NOT disabled MATCHES "^(|0|OFF)$")
       message(FATAL_ERROR "DISABLE_SM90_FEATURES is '${DEEP_MOE_DISABLE_SM90_FEATURES}'; allowed: 0, 1, or a list of "
                           "architectures such as 90")
     endif()
-    list(APPEND values ${CMAKE_MATCH_1}0)
+    math(EXPR values "0${values} * 10000 + ${CMAKE_MATCH_1}0") # one number, for nvcc takes -D apart at commas
     list(FILTER DEEP_MOE_SM90_ARCHITECTURES EXCLUDE REGEX "^${CMAKE_MATCH_1}[af]?(-|$)")
   endforeach()
-  list(JOIN values "," values)
   list(APPEND DEEP_MOE_CUDA_DEFINITIONS "DEEP_MOE_DISABLE_SM90_FEATURES=${values}")
 endif()
 if(DEEP_MOE_DISABLE_AGGRESSIVE_PTX_INSTRS MATCHES "^(1|ON)$")

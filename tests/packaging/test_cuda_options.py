@@ -78,7 +78,7 @@ def test_torch_list(tmp_path: Path, torch_list: str, expected: str) -> None:
         ("0", "90a-real;100a-real;90-virtual", ""),
         ("1", "", "DEEP_MOE_DISABLE_SM90_FEATURES=1"),
         ("100", "90a-real;90-virtual", "DEEP_MOE_DISABLE_SM90_FEATURES=1000"),
-        ("90a 100a", "", "DEEP_MOE_DISABLE_SM90_FEATURES=900,1000"),
+        ("90a 100a", "", "DEEP_MOE_DISABLE_SM90_FEATURES=9001000"),
     ],
 )
 def test_sm90_features_off(tmp_path: Path, disabled: str, sm90: str, definition: str) -> None:

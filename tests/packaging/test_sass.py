@@ -13,7 +13,8 @@ from deep_moe import _C
 
 from .conftest import ROOT, run
 
-KERNELS = ROOT / "cpp" / "kernels" / "intranode" / "dispatch.cu"  # has all of sass.SM90_ONLY
+KERNELS = ROOT / "cpp" / "kernels" / "intranode" / "dispatch.cu"
+WANTED = ("UBLKCP", "UTMACMDFLUSH", "SYNCS", "ACQBULK")  # dispatch has nothing to start early
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on PATH")
 
@@ -45,7 +46,7 @@ def test_instructions_are_where_they_belong(tmp_path: Path) -> None:
     new = ("90a", "100a") if (int(release[1]), int(release[2])) >= (12, 8) else ("90a",)
     kernels = compile_kernels(tmp_path, ("80", *new))
     assert sass.architectures(kernels) == ({"80", *new}, set())
-    assert sass.problems(kernels, set(new), {"80"}) == []
+    assert sass.problems(kernels, set(new), {"80"}, WANTED) == []
     # And the check sees it where they do not.
     assert {text.split(" ")[0] for text in sass.problems(kernels, {"80"}, set(new))} == {"sm_80"} | {
         f"sm_{one}" for one in new
@@ -53,7 +54,7 @@ def test_instructions_are_where_they_belong(tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("disabled", ["1", "800,900"])
+@pytest.mark.parametrize("disabled", ["1", "8000900"])
 def test_sm90_features_can_be_left_out(tmp_path: Path, disabled: str) -> None:
     kernels = compile_kernels(tmp_path, ("90a",), f"-DDEEP_MOE_DISABLE_SM90_FEATURES={disabled}")
     assert sass.problems(kernels, set(), {"90a"}) == []

@@ -2,7 +2,8 @@
 // build by itself, so that one library has the quick code for new chips beside code that old ones can run.
 #pragma once
 
-// What the build left out (cmake/CudaArchitectures.cmake): 0 nothing, 1 all, else values of __CUDA_ARCH__.
+// What the build left out (cmake/CudaArchitectures.cmake): 0 nothing, 1 all, else up to four values of __CUDA_ARCH__, as
+// four digits each of one number: 9001000 is 900 and 1000.
 #ifndef DEEP_MOE_DISABLE_SM90_FEATURES
 #define DEEP_MOE_DISABLE_SM90_FEATURES 0
 #endif
@@ -11,8 +12,10 @@ namespace deep_moe::ptx {
 
 // `arch` as in __CUDA_ARCH__: 900 for sm_90.
 constexpr bool has_sm90_features(int arch) {
-  for (const int disabled : {DEEP_MOE_DISABLE_SM90_FEATURES}) {
-    if (disabled == 1 || disabled == arch) return false;
+  constexpr long long kDisabled = DEEP_MOE_DISABLE_SM90_FEATURES;
+  if (kDisabled == 1) return false;
+  for (long long rest = kDisabled; rest > 0; rest /= 10000) {
+    if (rest % 10000 == arch) return false;
   }
   return arch >= 900;
 }
