@@ -71,8 +71,10 @@ def use(
     environment: Environment, wheel: Path, variant: str | None, with_torch: bool, lent: bool, bench: list[str]
 ) -> str:
     """Installs and uses the wheel; what was seen, or RuntimeError."""
-    # Lent: what the package depends on is there already, else a newer torch could come with it.
-    environment.run("python", "-m", "pip", "install", "-q", *(() if with_torch else ("--no-deps",)), wheel)
+    if with_torch:
+        environment.run("python", "-m", "pip", "install", "-q", wheel)
+    # Whatever deep_moe the lender has: this one.
+    environment.run("python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
     seen = json.loads(environment.run("python", "-c", LOAD_MODULE))
     info = seen["info"]
     if variant not in (None, info["variant"]):

@@ -19,7 +19,6 @@ variants=("$@")
 read -ra versions <<<"${DEEP_MOE_WHEEL_PYTHONS:-3.10 3.11 3.12}"
 work=$REPO/build/wheels
 house=$REPO/build/wheelhouse
-platform=manylinux_2_28_$(uname -m)
 mkdir -p "$work" "$house"
 
 # The newest time stamp that the source itself knows.
@@ -108,8 +107,8 @@ build_variant() {
       --config-settings=cmake.define.DEEP_MOE_CUDA=$cuda --config-settings=cmake.define.DEEP_MOE_PREFIX="$base/prefix" .)
     echo "module for Python $version: $((SECONDS - started)) s"
   done
-  PATH=$tools:$PATH "$tools/python" -m auditwheel repair --plat "$platform" --only-plat --exclude libcuda.so.1 \
-    --exclude 'libnvshmem_host.so*' -w "$house" "$base"/raw/*.whl >"$base/repair.log" 2>&1 || { cat "$base/repair.log"; die "auditwheel refused $variant"; }
+  PATH=$tools:$PATH ci/repair_wheel.sh "$house" "$base"/raw/*.whl >"$base/repair.log" 2>&1 ||
+    { cat "$base/repair.log"; die "auditwheel refused $variant"; }
 }
 
 for variant in "${variants[@]}"; do

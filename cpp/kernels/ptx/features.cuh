@@ -2,8 +2,8 @@
 // build by itself, so that one library has the quick code for new chips beside code that old ones can run.
 #pragma once
 
-// What the build left out (cmake/CudaArchitectures.cmake): 0 nothing, 1 all, else up to four values of __CUDA_ARCH__, as
-// four digits each of one number: 9001000 is 900 and 1000.
+// What the build left out (cmake/CudaArchitectures.cmake): 0 nothing, 1 all, else up to four values of __CUDA_ARCH__,
+// as four digits each of one number: 9001000 is 900 and 1000.
 #ifndef DEEP_MOE_DISABLE_SM90_FEATURES
 #define DEEP_MOE_DISABLE_SM90_FEATURES 0
 #endif
