@@ -213,9 +213,10 @@ void prepare_combine() {
   for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32}) {
     with_sum_type(type, [&](auto number) {
       using T = decltype(number);
-      for (const auto kernel :
-           {combine_kernel<T, 0>, combine_kernel<T, 2>, combine_kernel<T, 4>, combine_kernel<T, 16>})
-        load_kernel(kernel, static_cast<int>(most));
+      load_kernel(combine_kernel<T, 0>, static_cast<int>(most));
+      load_kernel(combine_kernel<T, 2>, static_cast<int>(most));
+      load_kernel(combine_kernel<T, 4>, static_cast<int>(most));
+      load_kernel(combine_kernel<T, 16>, static_cast<int>(most));
     });
   }
 }
