@@ -58,20 +58,7 @@ void CpuBuffer::check_unmasked(const char* call) const {
 
 template <typename Body>
 auto CpuBuffer::guarded(const Body& body) {
-  try {
-    return body();
-  } catch (const ArgumentError&) {
-    throw;
-  } catch (const PeerRefusedError&) {
-    throw;
-  } catch (const CallMismatchError&) {
-    throw;
-  } catch (const BufferTooSmallError&) {
-    throw;
-  } catch (...) {
-    domain_->fail(std::current_exception());
-    throw;
-  }
+  return run_guarded(body, [&] { domain_->fail(std::current_exception()); });
 }
 
 template <typename Check, typename Body>

@@ -163,20 +163,9 @@ auto CudaBuffer::run(const layout::CallSignature& signature, const Check& checks
     throw;
   }
   last_signature_ = signature;
-  try {
-    return body();
-  } catch (const ArgumentError&) {
-    throw;
-  } catch (const PeerRefusedError&) {
-    throw;
-  } catch (const CallMismatchError&) {
-    throw;
-  } catch (const BufferTooSmallError&) {
-    throw;
-  } catch (...) {
+  return run_guarded(body, [&] {
     if (!failure_) failure_ = std::current_exception();
-    throw;
-  }
+  });
 }
 
 DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <deep_moe/buffer.hpp>
+#include <deep_moe/error.hpp>
 
 namespace deep_moe {
 
@@ -48,6 +49,26 @@ namespace cuda {
 // On options.device; throws UnavailableError in builds without CUDA.
 std::shared_ptr<Buffer::Impl> make_buffer(const Bootstrap& bootstrap, const BufferOptions& options);
 }  // namespace cuda
+
+// Runs the body of a call. Errors that all ranks meet alike leave the Buffer usable; at any other `fail` is called,
+// with the exception in flight.
+template <typename Body, typename Fail>
+auto run_guarded(const Body& body, const Fail& fail) {
+  try {
+    return body();
+  } catch (const ArgumentError&) {
+    throw;
+  } catch (const PeerRefusedError&) {
+    throw;
+  } catch (const CallMismatchError&) {
+    throw;
+  } catch (const BufferTooSmallError&) {
+    throw;
+  } catch (...) {
+    fail();
+    throw;
+  }
+}
 
 // Throws ArgumentError unless `view` is undefined or on `device`.
 void check_device(const char* name, const TensorView& view, int device);

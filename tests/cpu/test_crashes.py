@@ -17,8 +17,8 @@ import deep_moe
 
 from ..support.attempts import Attempt, attempt, good_program
 from ..support.inputs import Case
-from ..support.program import check, execute
-from ..support.ranks import NoAnswerError, Ranks, run_ranks
+from ..support.program import Program, check, execute
+from ..support.ranks import NoAnswerError, Outcome, Ranks, run_ranks
 from ..support.system import Flag, children, memfd_mappings, memfds
 from .test_failures import fused
 
@@ -126,6 +126,18 @@ def changed(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
     return [number for number, (tensor, copy) in enumerate(tensors) if not torch.equal(tensor, copy)]
 
 
+def check_survival(outcomes: list[Outcome], program: Program) -> None:
+    """Rank 2 was stopped: the others say so, no tensor has changed, and all ran the program then."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank}: {outcome}"
+        tried, damage, _ = outcome.value
+        assert not damage, f"rank {rank}: tensors {damage} were changed by the rank that woke"
+        tried.must_be(deep_moe.Error)
+        if rank != 2:
+            tried.must_be(deep_moe.DeepMoeTimeoutError, r"rank 2\b")
+    check(program, [outcome.value[2] for outcome in outcomes])
+
+
 def after_the_failure(buffer: deep_moe.Buffer, comm: Any, tensors: list[Any]) -> tuple[list[int], Any]:
     """All ranks are awake or about to be: what has changed by then, and a good exchange after a reset."""
     comm.allgather("awake")  # the sleeper comes here when it has woken and its call has ended
@@ -161,14 +173,7 @@ def test_stopped_rank_that_goes_on_changes_no_live_tensor(number: int) -> None:
             time.sleep(0.05)
             ranks.kill(2, signal.SIGCONT)
             outcomes = ranks.wait(30)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None, f"rank {rank}: {outcome}"
-        tried, damage, _ = outcome.value
-        assert not damage, f"rank {rank}: tensors {damage} were changed by the rank that woke"
-        tried.must_be(deep_moe.Error)
-        if rank != 2:
-            tried.must_be(deep_moe.DeepMoeTimeoutError, r"rank 2\b")
-    check(good_program(RANKS), [outcome.value[2] for outcome in outcomes])
+    check_survival(outcomes, good_program(RANKS))
 
 
 def test_sleeping_rank_that_calls_late_changes_no_live_tensor(form: str) -> None:
