@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "layout/handle.hpp"
+#include "layout/hash.hpp"
 
 namespace deep_moe::cpu {
 
@@ -31,12 +32,12 @@ void DispatchHandleBuilder::allocate(std::int64_t num_tokens, int num_ranks) {
 OwnedDispatchHandle DispatchHandleBuilder::finish(const Numbers& numbers, const std::vector<std::int64_t>& counts,
                                                   Tensor recv_src_idx) {
   // The call's epoch tells dispatches apart that have the same counts.
-  std::uint64_t hash = 14695981039346656037ull ^ static_cast<std::uint64_t>(numbers.num_experts);
-  hash = (hash ^ numbers.epoch) * 1099511628211ull;
+  std::uint64_t hash = layout::kFnvStart ^ static_cast<std::uint64_t>(numbers.num_experts);
+  hash = layout::fnv_step(hash, numbers.epoch);
   for (std::int64_t at = 0; at < static_cast<std::int64_t>(counts.size()); ++at) {
     const std::int64_t count = counts[static_cast<std::size_t>(at)];
     prefix_[at] = static_cast<std::int32_t>((at >= num_ranks_ ? prefix_[at - num_ranks_] : 0) + count);
-    hash = (hash ^ static_cast<std::uint64_t>(count)) * 1099511628211ull;
+    hash = layout::fnv_step(hash, static_cast<std::uint64_t>(count));
   }
   meta_[layout::kMetaNumTokens] = num_tokens_;
   meta_[layout::kMetaNumRecv] = numbers.num_recv;

@@ -8,6 +8,7 @@
 #include "cuda/cuda_row_movement.hpp"
 #include "layout/experts.hpp"
 #include "layout/handle.hpp"
+#include "layout/hash.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
 
@@ -234,11 +235,11 @@ void CudaBuffer::read_counts(const DispatchArgs& args, RowMovement* move) {
     if (!has_tag(word)) world_->wait_for_kernel("dispatch/notify", started, [&] { return has_tag(word); });
     return static_cast<std::int64_t>(layout::tagged_count(load(word)));
   };
-  move->hash = 14695981039346656037ull ^ static_cast<std::uint64_t>(move->num_experts);
+  move->hash = layout::kFnvStart ^ static_cast<std::uint64_t>(move->num_experts);
   for (int peer = 0; peer < num_ranks; ++peer) {
     move->totals.push_back(read(words.rank_rows(host)[peer]));
     move->source_rows.push_back(read(words.source_rows(host)[peer]));
-    move->hash = (move->hash ^ static_cast<std::uint64_t>(move->totals.back())) * 1099511628211ull;
+    move->hash = layout::fnv_step(move->hash, static_cast<std::uint64_t>(move->totals.back()));
   }
   move->arrived = move->totals[static_cast<std::size_t>(rank)];
   const layout::ExpertBlocks blocks(static_cast<int>(move->num_experts), num_ranks);

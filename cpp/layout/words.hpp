@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "layout/hash.hpp"
 #include "layout/host_device.hpp"
 
 namespace deep_moe::layout {
@@ -48,9 +49,9 @@ DM_HOST_DEVICE std::uint64_t signature_hash(const CallSignature& signature) {
       static_cast<std::uint64_t>(signature.flags),
       signature.handle_hash,
   };
-  std::uint64_t hash = 14695981039346656037ull;
+  std::uint64_t hash = kFnvStart;
   for (const std::uint64_t word : words) {
-    for (int byte = 0; byte < 8; ++byte) hash = (hash ^ ((word >> (8 * byte)) & 0xff)) * 1099511628211ull;
+    for (int byte = 0; byte < 8; ++byte) hash = fnv_step(hash, (word >> (8 * byte)) & 0xff);
   }
   return hash;
 }

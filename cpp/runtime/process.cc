@@ -8,6 +8,8 @@
 #include <random>
 #include <string>
 
+#include "layout/hash.hpp"
+
 namespace deep_moe {
 namespace {
 
@@ -47,8 +49,8 @@ std::uint64_t machine_uid() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string text;
   std::getline(file, text);
-  std::uint64_t hash = 14695981039346656037ull;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  std::uint64_t hash = layout::kFnvStart;
+  for (const char c : text) hash = layout::fnv_step(hash, static_cast<unsigned char>(c));
   return hash;
 }
 

@@ -5,13 +5,12 @@
 
 #include "layout/experts.hpp"
 #include "layout/handle.hpp"
+#include "layout/hash.hpp"
 #include "layout/rows.hpp"
 #include "runtime/validate.hpp"
 
 namespace deep_moe {
 namespace {
-
-constexpr std::uint64_t kFnvStart = 14695981039346656037ull, kFnvPrime = 1099511628211ull;
 
 std::string num(std::int64_t value) { return std::to_string(value); }
 
@@ -200,25 +199,25 @@ layout::CallSignature signature(const LowLatencyCombineArgs& args) {
 }
 
 std::int64_t hash_ids(const TensorView& topk_idx) {
-  std::uint64_t hash = kFnvStart;
+  std::uint64_t hash = layout::kFnvStart;
   for (std::int64_t token = 0; token < topk_idx.shape[0]; ++token) {
     for (std::int64_t k = 0; k < topk_idx.shape[1]; ++k) {
       const std::int64_t at = token * topk_idx.stride[0] + k;
       const std::int64_t id =
           topk_idx.dtype == DType::kInt64 ? topk_idx.as<std::int64_t>()[at] : topk_idx.as<std::int32_t>()[at];
-      hash = (hash ^ static_cast<std::uint64_t>(id)) * kFnvPrime;
+      hash = layout::fnv_step(hash, static_cast<std::uint64_t>(id));
     }
   }
   return static_cast<std::int64_t>(hash);
 }
 
 std::int64_t hash_weights(const TensorView& topk_weights) {
-  std::uint64_t hash = kFnvStart;
+  std::uint64_t hash = layout::kFnvStart;
   for (std::int64_t token = 0; token < topk_weights.shape[0]; ++token) {
     for (std::int64_t k = 0; k < topk_weights.shape[1]; ++k) {
       std::uint32_t bits;
       std::memcpy(&bits, topk_weights.as<float>() + token * topk_weights.stride[0] + k, sizeof bits);
-      hash = (hash ^ bits) * kFnvPrime;
+      hash = layout::fnv_step(hash, bits);
     }
   }
   return static_cast<std::int64_t>(hash);
