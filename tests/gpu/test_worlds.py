@@ -92,7 +92,7 @@ def job_memory_kind(comm: Any, rank: int, kind: str) -> Any:
     x = torch.full((8, 64), float(rank + 1), device="cuda")
     idx = torch.arange(8, device="cuda").reshape(8, 1) % comm.Get_size()
     received = buffer.dispatch(x, topk_idx=idx, num_experts=comm.Get_size())[0]
-    return buffer.runtime.memory_kind(), legacy_ipc_capable(received), received
+    return buffer.runtime.memory_kind, legacy_ipc_capable(received), received
 
 
 @pytest.mark.parametrize("kind", ["fd", "ipc"])

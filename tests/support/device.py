@@ -93,6 +93,7 @@ class OnDevice:
             given = [on_gpu(argument) for argument in arguments]
             result = member(*given, **{key: on_gpu(argument) for key, argument in named.items()})
             torch.cuda.current_stream().synchronize()  # the program may look at it
+            self._buffer.check()  # what went wrong comes up in the same call on all ranks
             return result
 
         return call
