@@ -46,6 +46,7 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   check_ids_ = check != nullptr && std::strcmp(check, "1") == 0;
   world_ = make_device_world(bootstrap, world);
   comm_stream_ = world_->comm_stream();
+  most_blocks_ = world_->most_blocks();
   const OnDevice on_device(world_->device());
   events_ = std::make_unique<CallEvents>();
   if (!has_low_latency) return;
@@ -359,6 +360,16 @@ void CudaBuffer::reset() {
   failure_ = nullptr;
 }
 
+std::string CudaBuffer::failure_text() const noexcept {
+  try {
+    if (failure_) std::rethrow_exception(failure_);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+  }
+  return {};
+}
+
 void CudaBuffer::destroy() {
   if (forks != fork_count()) {
     new std::shared_ptr<DeviceWorld>(std::move(world_));  // the parent's; its driver state is useless here
@@ -379,7 +390,7 @@ void CudaBuffer::release() noexcept {
     low_latency_.reset();
   else
     (void)low_latency_.release();
-  world_->depart(!has_captured_);
+  world_->depart(!has_captured_, failure_text());
   world_.reset();
   if (on_device) {
     events_.reset();

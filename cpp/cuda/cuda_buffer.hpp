@@ -6,6 +6,7 @@
 // from the same words and grow together; what still does not fit goes in waves.
 #pragma once
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -53,6 +54,8 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
 
   CallGate& open_gate();  // in the process that made the Buffer
   Stream current_stream() const;
+  std::string failure_text() const noexcept;  // empty: has not failed
+  int num_blocks(int num_sms) const { return std::min(num_sms > 0 ? num_sms : kDefaultNumSms, most_blocks_); }
   bool is_captured() const;                   // what this thread does on its stream or the comm stream
   LowLatency& low_latency(const char* call);  // throws UnavailableError
   void before_other_call();
@@ -91,6 +94,7 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   CallGate gate_;
   std::shared_ptr<DeviceWorld> world_;
   Stream comm_stream_ = nullptr;  // lives as long as the process
+  int most_blocks_ = 0;           // of a call; more might not run at the same time as those of other ranks
   std::unique_ptr<CallEvents> events_;
   std::unique_ptr<LowLatency> low_latency_;
   std::exception_ptr failure_;

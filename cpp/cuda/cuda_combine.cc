@@ -86,7 +86,7 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
   rows.out_stride = (num_tokens > 1 ? result.combined_x.view.stride[0] : hidden) * item;
   rows.topk = static_cast<int>(topk);
   rows.combined_topk_weights = topk > 0 ? result.combined_topk_weights.as<float>() : nullptr;
-  rows.num_sms = args.num_sms > 0 ? args.num_sms : CudaBuffer::kDefaultNumSms;
+  rows.num_sms = num_blocks(args.num_sms);
   kernels::combine(world_->domain(), rows, streams.comm());
   // Dropped behind the comm stream, on which the kernel ends when no peer reads them any more.
   for (const Block& block : staging) world_->heap().own(block, streams.comm()).reset();

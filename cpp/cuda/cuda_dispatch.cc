@@ -182,7 +182,7 @@ kernels::DispatchArgs CudaBuffer::row_arguments(const DispatchArgs& args, const 
   rows.send_position = move.handle.send_index.as<std::int32_t>();
   rows.rank_prefix_matrix = move.handle.rank_prefix_matrix.as<std::int32_t>();
   rows.segment_bases = world_->segment_table();
-  rows.num_sms = args.num_sms > 0 ? args.num_sms : kDefaultNumSms;
+  rows.num_sms = num_blocks(args.num_sms);
   return rows;
 }
 

@@ -43,6 +43,10 @@ int DeviceWorld::num_ranks_on_device() const {
   return count;
 }
 
+int DeviceWorld::most_blocks() const {
+  return std::max(1, attribute(device_, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) / num_ranks_on_device() - 2);
+}
+
 char* const* DeviceWorld::segment_table() const { return table_; }
 
 std::string DeviceWorld::name_of(int peer) const {
@@ -127,6 +131,7 @@ void DeviceWorld::take_message(int peer, ControlChannel::SegmentMessage& message
     case kResetReached: entry.reset_reached = message.bytes; break;
     case kDeparted:
       entry.departed = true;
+      entry.failure = message.text;
       if (message.bytes == 1) tell_kernels_of_loss(peer);
       break;
     default: throw Error("rank " + std::to_string(peer) + " sent an unknown control message");
@@ -267,7 +272,7 @@ void DeviceWorld::wait_for_kernel(const char* phase, const std::function<bool()>
   const double limit = 2 * options_.timeout_seconds + 2;
   auto last_look = Clock::now();
   Clock::time_point running_since{};
-  const WaitRules rules{rank_, kForever, options_.interrupt_check, {}};
+  const WaitRules rules{rank_, kForever, options_.interrupt_check, {}, true};
   const auto look = [&] {
     const auto now = Clock::now();
     if (now - last_look < kLook) return;
@@ -313,7 +318,8 @@ bool DeviceWorld::peer_gone(int peer, std::string* how) {
   take_messages();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (peers_[peer].departed) {
-    *how = "has destroyed its Buffer";
+    const std::string& failure = peers_[peer].failure;
+    *how = "has destroyed its Buffer" + (failure.empty() ? failure : ", which had failed (" + failure + "),");
     return true;
   }
   if (peers_[peer].closed || (!peers_[peer].local && channel_->peer_closed(peer))) {
@@ -323,7 +329,7 @@ bool DeviceWorld::peer_gone(int peer, std::string* how) {
   return false;
 }
 
-void DeviceWorld::depart(bool all_on_comm_stream) noexcept {
+void DeviceWorld::depart(bool all_on_comm_stream, const std::string& failure) noexcept {
   attendant_.reset();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (device_heap_) device_heap_->close();
@@ -333,7 +339,7 @@ void DeviceWorld::depart(bool all_on_comm_stream) noexcept {
       if (peer == rank_ || peers_[peer].closed) continue;
       peers_[peer].closed = true;
       try {
-        channel_->send_segment(peer, {.id = -1, .bytes = idle ? 1u : 0u, .fd = -1, .kind = kDeparted, .text = {}});
+        channel_->send_segment(peer, {.id = -1, .bytes = idle ? 1u : 0u, .fd = -1, .kind = kDeparted, .text = failure});
       } catch (const Error&) {  // it is gone too, or was never connected
       }
     }
@@ -350,7 +356,7 @@ void DeviceWorld::release() noexcept {
     (void)attendant_.release();  // whose thread is the parent's
     return;
   }
-  depart(false);
+  depart(false, {});
   if (!comm_stream_) return;
   const OnDevice on_device = OnDevice::quiet(device_);
   if (!on_device) return;

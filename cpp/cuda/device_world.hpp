@@ -51,6 +51,9 @@ class DeviceWorld {
   int device() const { return device_; }
   // Ranks, this one included, whose kernels run on the device at the same time: threads of this process.
   int num_ranks_on_device() const;
+  // Blocks of which one fills an SM that a call may launch: those of all ranks on the device run at the same time, with
+  // SMs left for others.
+  int most_blocks() const;
   MemoryKind memory_kind() const { return workspace_->kind(); }  // of what this rank shares
   Stream comm_stream() const;                                    // private, high priority
   const kernels::DeviceDomain& domain() const { return domain_; }
@@ -103,14 +106,16 @@ class DeviceWorld {
   // True once the peer has left or its process has ended.
   bool peer_gone(int peer, std::string* how);
   // Local: tells the peers and closes the channel; the heap gives no more blocks. Memory lives on while it has users.
-  // `all_on_comm_stream`: no calls of this rank run anywhere else (in graphs).
-  void depart(bool all_on_comm_stream) noexcept;
+  // `all_on_comm_stream`: no calls of this rank run anywhere else (in graphs). `failure`: what has failed the Buffer, or
+  // empty.
+  void depart(bool all_on_comm_stream, const std::string& failure) noexcept;
 
  private:
   struct Peer {
     std::uint64_t uid = 0;
     bool local = false;  // shares this process
     bool departed = false, closed = false;
+    std::string failure;                             // of one that has departed
     bool lost = false;                               // kernels have been told
     int device = -1;                                 // as seen here; -1: not visible
     std::vector<std::shared_ptr<Segment>> segments;  // by id, null until mapped

@@ -12,7 +12,7 @@ enum MessageKind : std::uint32_t {
   kSaid,          // id: round of exchange(); value, text: what I say in it
   kResetTo,       // value: generation; id: round; text: epoch; none of my kernels runs
   kResetReached,  // value: generation
-  kDeparted,      // value 1: none of my kernels runs
+  kDeparted,      // value 1: none of my kernels runs; text: what has failed me
 };
 
 // Indices of the pinned words.

@@ -65,7 +65,7 @@ def test_heap_of_one_rank_that_cannot_grow(megabytes: float, path: str) -> None:
 
 
 def job_filled(comm: Any, rank: int, _: Any) -> Any:
-    buffer = bounded(comm, 48 if rank == 1 else None)
+    buffer = bounded(comm, 80 if rank == 1 else None)
     held: list[torch.Tensor] = []
     full = None
     while rank == 1 and full is None:
@@ -76,6 +76,7 @@ def job_filled(comm: Any, rank: int, _: Any) -> Any:
     crowded = attempt(lambda: execute(large_program(), rank, [buffer]))
     intact = all(bool((tensor == number).all()) for number, tensor in enumerate(held))
     held.clear()
+    gc.collect()
     return full, stats, intact, crowded, execute(large_program(), rank, [buffer])
 
 

@@ -133,8 +133,8 @@ def job_sms(comm: Any, rank: int, num_sms: int) -> Any:
 
 
 def test_any_number_of_sms() -> None:
-    """1 SM, an odd number, half of the GPU: the same bits."""
-    usual, *others = (World("thread", 2).run(job_sms, num_sms) for num_sms in (20, 1, 7, 60))
+    """1 SM, an odd number, half of the GPU, more than there are: the same bits."""
+    usual, *others = (World("thread", 2).run(job_sms, num_sms) for num_sms in (20, 1, 7, 60, 1000))
     for other in others:
         for rank, (one, two) in enumerate(zip(usual, other, strict=True)):
             same_bits(two[0], one[0], f"rank {rank}, rows")
