@@ -106,8 +106,8 @@ class DeviceWorld {
   // True once the peer has left or its process has ended.
   bool peer_gone(int peer, std::string* how);
   // Local: tells the peers and closes the channel; the heap gives no more blocks. Memory lives on while it has users.
-  // `all_on_comm_stream`: no calls of this rank run anywhere else (in graphs). `failure`: what has failed the Buffer, or
-  // empty.
+  // `all_on_comm_stream`: no calls of this rank run anywhere else (in graphs). `failure`: what has failed the Buffer,
+  // or empty.
   void depart(bool all_on_comm_stream, const std::string& failure) noexcept;
 
  private:

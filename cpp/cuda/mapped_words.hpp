@@ -43,8 +43,9 @@ struct WaitRules {
 };
 
 // Blocks until first_missing() returns -1; otherwise it returns the peer to blame (this rank itself for its own
-// kernels). Spins for about 50 us (1 ms if urgent), then sleeps briefly between looks. Throws TimeoutError after the deadline,
-// PeerLostError when the blamed peer is gone; `describe(peer)` gives "expected ..., saw ..." for the error's text.
+// kernels). Spins for about 50 us (1 ms if urgent), then sleeps briefly between looks. Throws TimeoutError after the
+// deadline, PeerLostError when the blamed peer is gone; `describe(peer)` gives "expected ..., saw ..." for the error's
+// text.
 void poll_until(const WaitRules& rules, const char* phase, const std::function<int()>& first_missing,
                 const std::function<std::string(int peer)>& describe);
 

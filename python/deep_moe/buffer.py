@@ -84,8 +84,8 @@ class Buffer(LowLatencyCalls):
     def set_num_sms(new_num_sms: int) -> None:
         """Sets how many SMs the high-throughput calls of all Buffers may use, at least 1.
 
-        Calls take at most what runs at the same time as the other ranks that are threads on the same GPU, less two
-        SMs. Nothing on the CPU.
+        Calls take at most what runs at the same time as the other ranks that are threads on the same GPU,
+        less two SMs. Nothing on the CPU.
         """
         Buffer.num_sms = whole_number(new_num_sms, "new_num_sms", lowest=1)
 
