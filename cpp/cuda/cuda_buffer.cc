@@ -336,7 +336,8 @@ void CudaBuffer::refuse(const std::string& call_name, const std::string& reason)
 void CudaBuffer::record_stream(const TensorView& tensor, void* stream) {
   const CallGate::Pass pass(open_gate());
   check_device("tensor", tensor, world_->device());
-  if (tensor.numel() > 0 && !world_->heap().record_stream(tensor.data, stream))
+  if (tensor.numel() > 0 && !world_->heap().record_stream(tensor.data, stream) &&
+      !spills_.record_stream(tensor.data, stream))
     throw_value("tensor", tensor.describe(), "a tensor that this Buffer has handed out");
 }
 

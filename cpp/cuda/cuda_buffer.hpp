@@ -15,6 +15,7 @@
 #include "cuda/call_streams.hpp"
 #include "cuda/cuda_low_latency.hpp"
 #include "cuda/device_world.hpp"
+#include "cuda/spill.hpp"
 #include "runtime/buffer_impl.hpp"
 #include "runtime/call_gate.hpp"
 
@@ -96,6 +97,7 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   Stream comm_stream_ = nullptr;  // lives as long as the process
   int most_blocks_ = 0;           // of a call; more might not run at the same time as those of other ranks
   std::unique_ptr<CallEvents> events_;
+  Spills spills_;
   std::unique_ptr<LowLatency> low_latency_;
   std::exception_ptr failure_;
   std::uint32_t sequence_ = 0;

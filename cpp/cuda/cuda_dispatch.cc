@@ -258,7 +258,7 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   char* base = nullptr;
   std::shared_ptr<void> rows_owner, small_owner;
   if (move->spill) {
-    base = move->spill.get();
+    base = move->spill->data();
     rows_owner = small_owner = move->spill;
     // The window is written and copied out on the comm stream yet.
     world_->heap().own(std::exchange(move->block, {}), move->streams.comm()).reset();

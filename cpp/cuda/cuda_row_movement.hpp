@@ -30,7 +30,7 @@ struct CudaBuffer::RowMovement {
   std::int64_t arrived = 0;
   std::vector<std::int64_t> expert_rows;
   std::uint64_t hash = 0;
-  std::shared_ptr<char> spill;  // received rows where they came in waves, laid out like a block
+  std::shared_ptr<Spill> spill;  // received rows where they came in waves, laid out like a block
 };
 
 }  // namespace deep_moe::cuda

@@ -5,7 +5,6 @@
 
 #include "cuda/cuda_call.hpp"
 #include "cuda/cuda_row_movement.hpp"
-#include "runtime/process.hpp"
 
 namespace deep_moe::cuda {
 
@@ -15,30 +14,6 @@ namespace {
 
 // Blocks that were dropped may be in use for a while yet; waited for before waves, which cost more.
 constexpr double kSettleSeconds = 1.0;
-
-// Memory that is not in the heap and that no peer sees. Given back in the order of the comm stream, behind what `user`
-// and the thread that drops it have queued.
-std::shared_ptr<char> allocate_private(std::size_t bytes, int device, Stream comm, Stream user,
-                                       const std::function<Stream()>& current_stream) {
-  const auto comm_stream = static_cast<cudaStream_t>(comm);
-  void* memory = nullptr;
-  check_runtime(cudaMallocAsync(&memory, bytes, comm_stream), "cudaMallocAsync");
-  return {static_cast<char*>(memory), [=, forks = fork_count()](char* address) {
-            if (forks != fork_count()) return;
-            const OnDevice on_device = OnDevice::quiet(device);
-            if (!on_device) return;
-            const OutsideCapture outside_capture;
-            cudaEvent_t event;
-            if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return;
-            const auto follow = [&](Stream stream) {
-              return cudaEventRecord(event, static_cast<cudaStream_t>(stream)) == cudaSuccess &&
-                     cudaStreamWaitEvent(comm_stream, event, 0) == cudaSuccess;
-            };
-            if (follow(user) && follow(current_stream ? current_stream() : nullptr))
-              cudaFreeAsync(address, comm_stream);
-            cudaEventDestroy(event);
-          }};
-}
 
 }  // namespace
 
@@ -81,7 +56,8 @@ std::string CudaBuffer::offer_window(RowMovement* move) {
   if (move->block.bytes >= bytes) return {};
   try {
     move->spill =
-        allocate_private(bytes, world_->device(), comm_stream_, move->streams.caller(), options.current_stream);
+        std::make_shared<Spill>(bytes, world_->device(), comm_stream_, move->streams.caller(), options.current_stream);
+    spills_.add(move->spill);
     return {};
   } catch (const Error& error) {
     free_block(move);
@@ -145,7 +121,7 @@ void CudaBuffer::copy_out(const RowMovement& move, std::int64_t num_rows) {
   const auto stream = static_cast<cudaStream_t>(comm_stream_);
   const auto copy = [&](std::size_t source, std::size_t target, std::int64_t bytes_per_row) {
     if (bytes_per_row == 0) return;
-    check_runtime(cudaMemcpyAsync(move.spill.get() + target + first * bytes_per_row, move.block.ptr + source,
+    check_runtime(cudaMemcpyAsync(move.spill->data() + target + first * bytes_per_row, move.block.ptr + source,
                                   static_cast<std::size_t>(num_rows * bytes_per_row), cudaMemcpyDeviceToDevice, stream),
                   "cudaMemcpyAsync");
   };
@@ -156,7 +132,7 @@ void CudaBuffer::copy_out(const RowMovement& move, std::int64_t num_rows) {
   if (!move.column_scales) return copy(from.scales, to.scales, format.scale_bytes);
   const std::size_t item = static_cast<std::size_t>(move.scales.item_bytes);
   check_runtime(
-      cudaMemcpy2DAsync(move.spill.get() + to.scales + static_cast<std::size_t>(first) * item,
+      cudaMemcpy2DAsync(move.spill->data() + to.scales + static_cast<std::size_t>(first) * item,
                         static_cast<std::size_t>(move.arrived) * item, move.block.ptr + from.scales,
                         static_cast<std::size_t>(move.place.capacity) * item, static_cast<std::size_t>(num_rows) * item,
                         static_cast<std::size_t>(move.scales.num_items), cudaMemcpyDeviceToDevice, stream),

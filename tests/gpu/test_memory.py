@@ -18,10 +18,12 @@ from ..cpu.test_failures import fused
 from ..cpu.test_memory import STATS, all_or_none
 from ..cpu.test_properties import PATHS
 from ..support.attempts import attempt, good_high_throughput
+from ..support.device import side_stream
 from ..support.gpu import ONE, World, on_gpu
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
 from ..support.inputs import Case
 from ..support.program import Program, check, execute
+from .test_streams import LATE
 
 pytestmark = pytest.mark.gpus(1)
 
@@ -62,6 +64,27 @@ def test_heap_of_one_rank_that_cannot_grow(megabytes: float, path: str) -> None:
     all_or_none([tried for tried, _, _ in results], large_program(path))
     assert results[1][1]["heap_bytes"] <= megabytes * MIB, results[1][1]
     check(good_high_throughput(), [good for _, _, good in results])
+
+
+def job_spilled(comm: Any, rank: int, _: Any) -> Any:
+    """Rows that came in waves, read late by another stream that has been recorded; then more come."""
+    buffer, side = bounded(comm, 4 if rank == 1 else None), side_stream()
+    rows = fused(buffer, LARGE.inputs())[0]
+    wanted = rows.clone()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LATE)
+        copy = rows.clone()
+    buffer.record_stream(rows, side)
+    del rows
+    other = fused(buffer, LARGE.but(seed=9).inputs())[0]
+    side.synchronize()
+    return copy, wanted, other
+
+
+def test_record_stream_keeps_rows_that_came_in_waves() -> None:
+    for copy, wanted, other in TWO_PROCESSES.run(job_spilled):
+        assert torch.equal(copy, wanted) and not torch.equal(wanted, other)
 
 
 def job_filled(comm: Any, rank: int, _: Any) -> Any:
