@@ -21,15 +21,12 @@ struct NotifyTuning {
 static_assert(NotifyTuning::kThreads >= layout::kMaxKernelRanks, "one thread a rank");
 
 struct DispatchTuning {
-  static constexpr int kChunkBytes = 3584;    // of a row, moved as one
-  static constexpr int kVectorsInFlight = 4;  // 16-byte loads of a lane without the copy engine
-  // Chunks of a warp in shared memory, 0 without the copy engine. Long rows go by fewer warps that are further ahead.
-  static constexpr int kStages = 4, kLongStages = 5;
-  static constexpr int kLongRow = 3;  // chunks
-  static constexpr int num_stages(bool tma, int num_chunks) {
-    return !tma ? 0 : num_chunks < kLongRow ? kStages : kLongStages;
-  }
-  static constexpr int num_warps(int num_stages) { return num_stages == 0 ? 16 : num_stages == kStages ? 12 : 10; }
+  static constexpr int kChunkBytes = 3584;  // of a row, moved as one
+  static constexpr int kStages = 4;         // chunks of a warp in shared memory
+  static constexpr int kWarps = 12;
+  static constexpr int kVectorWarps = 16;     // without the copy engine
+  static constexpr int kVectorsInFlight = 4;  // 16-byte loads of a lane
+  static constexpr int num_warps(bool tma) { return tma ? kWarps : kVectorWarps; }
 };
 
 // A warp's memory for rows on their way: sets of chunks, one chunk of each row that a sum takes.

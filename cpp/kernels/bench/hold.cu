@@ -14,11 +14,9 @@ __global__ void hold_kernel(std::int64_t nanoseconds) {
   while (ptx::globaltimer_ns() < end) __nanosleep(1000);
 }
 
-// As a dispatch of long rows has them.
-constexpr int kStages = kernels::DispatchTuning::kLongStages;
-constexpr int kWarps = kernels::DispatchTuning::num_warps(kStages);
-
-std::size_t shared_bytes(int num_ranks) { return kernels::DispatchShared(kStages, kWarps, num_ranks).total; }
+std::size_t shared_bytes(int num_ranks) {
+  return kernels::DispatchShared(true, kernels::DispatchTuning::num_warps(true), num_ranks).total;
+}
 
 }  // namespace
 
@@ -29,7 +27,8 @@ void prepare_hold() {
 }
 
 void launch_hold(int num_sms, int num_ranks, std::int64_t nanoseconds, kernels::Stream stream) {
-  hold_kernel<<<num_sms, 32 * kWarps, shared_bytes(num_ranks), static_cast<cudaStream_t>(stream)>>>(nanoseconds);
+  hold_kernel<<<num_sms, 32 * kernels::DispatchTuning::num_warps(true), shared_bytes(num_ranks),
+                static_cast<cudaStream_t>(stream)>>>(nanoseconds);
   kernels::check_cuda(cudaGetLastError(), "launch of the holding kernel");
 }
 

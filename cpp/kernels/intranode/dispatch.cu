@@ -34,10 +34,10 @@ __device__ __forceinline__ layout::NotifyOutcome begin_call(const DispatchArgs& 
 }
 
 // R2, R3: this warp's units, the first two of which are given. False: the block must leave.
-template <int kStages, int kPerLane>
+template <bool kTma, int kPerLane>
 __device__ __forceinline__ bool send_units(const WaitScope& scope, const DispatchParams& params, const Target* targets,
                                            const ScaleItems& scales, Tickets& tickets, Unit unit, Unit next,
-                                           TokenWords<kPerLane> words, RowPipe<kStages>& pipe, char** destinations) {
+                                           TokenWords<kPerLane> words, RowPipe& pipe, char** destinations) {
   const DispatchArgs& args = params.args;
   const int lane = threadIdx.x % 32, num_ranks = scope.domain.num_ranks;
   words.load_scales(args, scales, unit);
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool send_units(const WaitScope& scope, const Dispatc
       destinations[place] = targets[dst].x + words.position[i] * args.row_bytes;
     }
     __syncwarp();
-    if constexpr (kStages > 0) {
+    if constexpr (kTma) {
       if (lane == 0) ok = pipe.send(scope, unit, next, destinations, __popcll(mask));
       ok = __shfl_sync(0xffffffffu, ok, 0);
     } else {
@@ -78,19 +78,19 @@ __device__ __forceinline__ bool send_units(const WaitScope& scope, const Dispatc
   return ok;
 }
 
-template <int kStages, int kPerLane>
+template <bool kTma, int kPerLane>
 __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams& params, char* shared) {
   using layout::NotifyOutcome;
   __shared__ std::uint32_t trouble;
   const DispatchArgs& args = params.args;
   const int thread = static_cast<int>(threadIdx.x), rank = domain.rank, num_ranks = domain.num_ranks;
   const int warp = thread / 32, num_warps = static_cast<int>(blockDim.x / 32);
-  const DispatchShared parts(kStages, num_warps, num_ranks);
-  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(shared + parts.barriers) + warp * kStages;
+  const DispatchShared parts(kTma, num_warps, num_ranks);
+  std::uint64_t* barriers = reinterpret_cast<std::uint64_t*>(shared + parts.barriers) + warp * DispatchTuning::kStages;
   Target* targets = reinterpret_cast<Target*>(shared + parts.targets);
   char** destinations = reinterpret_cast<char**>(shared + parts.destinations) + warp * num_ranks;
-  RowPipe<kStages> pipe(params, shared + static_cast<std::size_t>(warp) * kStages * DispatchTuning::kChunkBytes,
-                        barriers);
+  RowPipe pipe(params, shared + static_cast<std::size_t>(warp) * DispatchTuning::kStages * DispatchTuning::kChunkBytes,
+               barriers);
   WaitScope scope{domain, 0};
   if (args.cached) {
     scope.epoch = ptx::ld_relaxed_gpu(&scope.state().epoch) + 1;
@@ -100,9 +100,9 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
   // R0: behind notify this launch starts early. Rows are there since before notify started; all else waits for its end.
   Tickets tickets(scope, params.units.count, num_warps);
   const Unit first(params.units, tickets.first()), second(params.units, tickets.second());
-  if constexpr (kStages > 0) {
+  if constexpr (kTma) {
     if (thread % 32 == 0) {
-      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + i, 1);
+      for (int i = 0; i < DispatchTuning::kStages; ++i) ptx::mbarrier_init(barriers + i, 1);
       ptx::fence_mbarrier_init();
       pipe.load_ahead(first, second);
     }
@@ -115,7 +115,7 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
   const NotifyOutcome outcome = begin_call(args, &scope, &trouble, &route);
   const auto leave =
       [&] {  // not before what was loaded has come: the copy engine would write to another block's memory
-        if constexpr (kStages > 0) {
+        if constexpr (kTma) {
           if (thread % 32 == 0) pipe.drain(scope);
         }
       };
@@ -132,9 +132,9 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
     if (!__syncthreads_and(ok)) return leave();
 
     const ScaleItems scales(params, any_columns);
-    ok = send_units<kStages>(scope, params, targets, scales, tickets, first, second, words, pipe, destinations);
+    ok = send_units<kTma>(scope, params, targets, scales, tickets, first, second, words, pipe, destinations);
     fill_tail(params, targets[rank]);
-    if constexpr (kStages > 0) ptx::bulk_wait_group<0>();  // R5: each issuing lane's rows are written
+    if constexpr (kTma) ptx::bulk_wait_group<0>();  // R5: each issuing lane's rows are written
     if (!__syncthreads_and(ok)) return leave();
   } else {
     leave();
@@ -150,24 +150,11 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
   if (args.cached && thread == 0) finish(scope, args.start.sequence, ok ? outcome : NotifyOutcome::kFailed);
 }
 
-template <int kStages, int kPerLane>
-__global__ void __launch_bounds__(32 * DispatchTuning::num_warps(kStages), 1)
+template <bool kTma, int kPerLane>
+__global__ void __launch_bounds__(32 * DispatchTuning::num_warps(kTma), 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) char dynamic_shared[];
-  if constexpr (kStages == 0 || ptx::kHasTma) dispatch_block<kStages, kPerLane>(domain, params, dynamic_shared);
-}
-
-template <int kPerLane>
-auto kernel_for(int num_stages) {
-  constexpr int kStages = DispatchTuning::kStages, kLongStages = DispatchTuning::kLongStages;
-  return num_stages == 0         ? dispatch_kernel<0, kPerLane>
-         : num_stages == kStages ? dispatch_kernel<kStages, kPerLane>
-                                 : dispatch_kernel<kLongStages, kPerLane>;
-}
-
-// Of a row: as few as DispatchTuning::kChunkBytes allows.
-int num_chunks(std::int64_t row_bytes) {
-  return static_cast<int>((row_bytes + DispatchTuning::kChunkBytes - 1) / DispatchTuning::kChunkBytes);
+  if constexpr (!kTma || ptx::kHasTma) dispatch_block<kTma, kPerLane>(domain, params, dynamic_shared);
 }
 
 DispatchParams derive(const DispatchArgs& args, int num_warps) {
@@ -180,8 +167,9 @@ DispatchParams derive(const DispatchArgs& args, int num_warps) {
   params.format.idx_bytes = args.ids.topk > 0 ? args.ids.id_bytes : 0;
   params.format.weight_bytes = args.has_weights || args.topk_weights != nullptr ? 4 : 0;
   // Chunks of equal length, as near as 16 bytes allow.
-  const std::int64_t vectors = args.row_bytes / 16, chunks = num_chunks(args.row_bytes);
-  const std::int64_t per_chunk = (vectors + chunks - 1) / chunks;
+  const std::int64_t vectors = args.row_bytes / 16, most = DispatchTuning::kChunkBytes / 16;
+  const std::int64_t chunks = std::max<std::int64_t>(1, (vectors + most - 1) / most);
+  const std::int64_t per_chunk = std::max<std::int64_t>(1, (vectors + chunks - 1) / chunks);
   params.chunk_bytes = static_cast<int>(16 * per_chunk);
   params.units = Units(args.num_tokens, static_cast<int>((vectors + per_chunk - 1) / per_chunk), num_warps);
   const ScaleRows& scales = args.scales;
@@ -224,31 +212,32 @@ void dispatch(const DeviceDomain& domain, DispatchArgs args, Stream stream) {
   const int x_alignment =
       common_alignment(reinterpret_cast<std::uintptr_t>(args.x) | static_cast<std::uint64_t>(args.row_stride));
   const bool tma = x_alignment == 16 && !args.use_vector_path && has_copy_engine();
-  const int num_stages = DispatchTuning::num_stages(tma, num_chunks(args.row_bytes));
-  const int num_warps = DispatchTuning::num_warps(num_stages),
-            num_blocks = std::min(args.num_sms, layout::kMaxRowBlocks);
+  const int num_warps = DispatchTuning::num_warps(tma), num_blocks = std::min(args.num_sms, layout::kMaxRowBlocks);
   DispatchParams params = derive(args, num_warps * num_blocks);
   params.x_alignment = x_alignment;
   // Behind notify: may start while notify still waits for its peers, which needs no room of this launch.
   const bool one_a_lane = domain.num_ranks <= 32 && args.ids.topk <= 32 && params.num_scale_items() <= 32;
-  launch(one_a_lane ? kernel_for<1>(num_stages) : kernel_for<2>(num_stages), num_blocks, num_warps,
-         DispatchShared(num_stages, num_warps, domain.num_ranks).total, stream, !args.cached, "launch of dispatch",
-         domain, params);
+  const auto kernel = tma          ? one_a_lane ? dispatch_kernel<true, 1> : dispatch_kernel<true, 2>
+                      : one_a_lane ? dispatch_kernel<false, 1>
+                                   : dispatch_kernel<false, 2>;
+  launch(kernel, num_blocks, num_warps, DispatchShared(tma, num_warps, domain.num_ranks).total, stream, !args.cached,
+         "launch of dispatch", domain, params);
 }
 
 void prepare_dispatch() {
-  for (const int num_stages : {0, DispatchTuning::kStages, DispatchTuning::kLongStages}) {
-    const int num_warps = DispatchTuning::num_warps(num_stages);
-    const int most = static_cast<int>(DispatchShared(num_stages, num_warps, layout::kMaxKernelRanks).total);
-    load_kernel(kernel_for<1>(num_stages), most);
-    load_kernel(kernel_for<2>(num_stages), most);
-  }
+  const auto most = [](bool tma) {
+    return static_cast<int>(DispatchShared(tma, DispatchTuning::num_warps(tma), layout::kMaxKernelRanks).total);
+  };
+  load_kernel(dispatch_kernel<true, 1>, most(true));
+  load_kernel(dispatch_kernel<true, 2>, most(true));
+  load_kernel(dispatch_kernel<false, 1>, most(false));
+  load_kernel(dispatch_kernel<false, 2>, most(false));
 }
 
 // The code of this build for the chip at hand, which may be of an older kind than the chip.
 int loaded_code_version() {
   cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, dispatch_kernel<DispatchTuning::kStages, 1>), "loading a kernel");
+  check_cuda(cudaFuncGetAttributes(&attributes, dispatch_kernel<true, 1>), "loading a kernel");
   return std::min(attributes.ptxVersion, attributes.binaryVersion);
 }
 

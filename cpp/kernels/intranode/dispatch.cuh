@@ -49,8 +49,8 @@ struct Target {
 struct DispatchShared {
   std::size_t barriers, targets, destinations, total;
 
-  DM_HOST_DEVICE DispatchShared(int num_stages, int num_warps, int num_ranks) {
-    const std::size_t stages = static_cast<std::size_t>(num_warps) * static_cast<std::size_t>(num_stages);
+  DM_HOST_DEVICE DispatchShared(bool tma, int num_warps, int num_ranks) {
+    const std::size_t stages = tma ? static_cast<std::size_t>(num_warps) * DispatchTuning::kStages : 0;
     barriers = stages * DispatchTuning::kChunkBytes;
     targets = barriers + stages * sizeof(std::uint64_t);
     destinations = targets + sizeof(Target) * static_cast<std::size_t>(num_ranks);
@@ -236,7 +236,6 @@ __device__ __forceinline__ void store_words(const DispatchParams& params, const 
 }
 
 // R2 with the copy engine: rows pass through a ring of chunks in shared memory, loads ahead of stores. One lane a warp.
-template <int kStages>
 class RowPipe {
  public:
   __device__ RowPipe(const DispatchParams& params, char* stages, std::uint64_t* barriers)
@@ -246,12 +245,12 @@ class RowPipe {
   __device__ void load_ahead(const Unit& current, const Unit& next) {
     const DispatchArgs& args = params_.args;
 #pragma unroll 1
-    while (loaded_ - stored_ < kStages - 1) {
+    while (loaded_ - stored_ < DispatchTuning::kStages - 1) {
       const bool of_next = ahead_ >= current.num_chunks();
       const Unit unit = of_next ? next : current;
       const int chunk = unit.first_chunk + (of_next ? ahead_ - current.num_chunks() : ahead_);
       if (chunk >= unit.end_chunk) return;
-      const int stage = static_cast<int>(loaded_ % kStages);
+      const int stage = static_cast<int>(loaded_ % DispatchTuning::kStages);
       ptx::mbarrier_arrive_expect_tx(barriers_ + stage, bytes_of(chunk));
       ptx::bulk_load(stage_at(stage),
                      static_cast<const char*>(args.x) + unit.token * args.row_stride + offset_of(chunk),
@@ -260,14 +259,15 @@ class RowPipe {
     }
   }
 
-  // Stores `current` at all destinations. False: the block must leave.
+  // Stores `current` at all destinations. Not `live`: goes through the motions for its first chunk. False: the block
+  // must leave.
   __device__ bool send(const WaitScope& scope, const Unit& current, const Unit& next, char* const* destinations,
                        int num_destinations) {
     load_ahead(current, next);
 #pragma unroll 1
     for (int chunk = current.first_chunk; chunk < current.end_chunk; ++chunk) {
       if (!wait(scope)) return false;
-      const int stage = static_cast<int>(stored_ % kStages);
+      const int stage = static_cast<int>(stored_ % DispatchTuning::kStages);
 #pragma unroll 1
       for (int i = 0; i < num_destinations; ++i)
         ptx::bulk_store(destinations[i] + offset_of(chunk), stage_at(stage), bytes_of(chunk));
@@ -289,8 +289,8 @@ class RowPipe {
  private:
   // For the next chunk in order.
   __device__ bool wait(const WaitScope& scope) const {
-    std::uint64_t* barrier = barriers_ + stored_ % kStages;
-    const std::uint32_t parity = stored_ / kStages % 2;
+    std::uint64_t* barrier = barriers_ + stored_ % DispatchTuning::kStages;
+    const std::uint32_t parity = stored_ / DispatchTuning::kStages % 2;
     return ptx::mbarrier_try_wait_acquire_cta(barrier, parity) || wait_longer_for_load(scope, barrier, parity);
   }
   __device__ char* stage_at(int stage) const { return stages_ + stage * DispatchTuning::kChunkBytes; }
