@@ -13,12 +13,6 @@ using namespace deep_moe::test;
 
 namespace {
 
-// Asked for by name until it is proven.
-bool no_preview() {
-  const char* preview = std::getenv("DEEP_MOE_LOW_LATENCY_PREVIEW");
-  return no_gpu() || preview == nullptr || std::strcmp(preview, "1") != 0;
-}
-
 // A rank: its Buffer, its stream, and copies between that and the host. The stream is waited for before each copy: one
 // from or to pageable memory holds the driver while it waits.
 class LowBuffer {
@@ -124,7 +118,7 @@ void on_ranks(int num_ranks, const std::function<void(const Bootstrap&)>& body) 
 
 }  // namespace
 
-TEST_CASE("low latency on GPU Buffers: all modes equal the scalar model" * doctest::skip(no_preview())) {
+TEST_CASE("low latency on GPU Buffers: all modes equal the scalar model" * doctest::skip(no_gpu())) {
   for (const int num_ranks : {1, 2, 3})
     for (const std::int64_t staging : {std::int64_t{0}, std::int64_t{32} << 20}) {
       CAPTURE(num_ranks);
@@ -155,7 +149,7 @@ TEST_CASE("low latency on GPU Buffers: all modes equal the scalar model" * docte
 }
 
 TEST_CASE("low latency on GPU Buffers: three in flight, a fourth is refused, hooks in any order" *
-          doctest::skip(no_preview())) {
+          doctest::skip(no_gpu())) {
   on_ranks(2, [&](const Bootstrap& bootstrap) {
     const int rank = bootstrap.rank;
     LowBuffer buffer(bootstrap, 32 << 20);
@@ -181,7 +175,7 @@ TEST_CASE("low latency on GPU Buffers: three in flight, a fourth is refused, hoo
 }
 
 TEST_CASE("low latency on GPU Buffers: a refused call names the reason to the peers, and the next one works" *
-          doctest::skip(no_preview())) {
+          doctest::skip(no_gpu())) {
   on_ranks(2, [&](const Bootstrap& bootstrap) {
     const int rank = bootstrap.rank;
     LowBuffer buffer(bootstrap, 32 << 20);
@@ -206,7 +200,7 @@ TEST_CASE("low latency on GPU Buffers: a refused call names the reason to the pe
   });
 }
 
-TEST_CASE("low latency on GPU Buffers: a late rank is named" * doctest::skip(no_preview())) {
+TEST_CASE("low latency on GPU Buffers: a late rank is named" * doctest::skip(no_gpu())) {
   on_ranks(2, [&](const Bootstrap& bootstrap) {
     const int rank = bootstrap.rank;
     LowBuffer buffer(bootstrap, 32 << 20, 2.0);

@@ -29,5 +29,6 @@ inline int num_low_latency_blocks(const LowLatencyCall& call, std::int64_t send_
 
 void prepare_low_latency_dispatch();
 void prepare_low_latency_combine();
+void prepare_low_latency_masks();
 
 }  // namespace deep_moe::kernels
