@@ -66,7 +66,7 @@ nb::object handle_to_torch(OwnedLowLatencyHandle handle) {
 nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle topk_idx, nb::handle max_tokens,
                                 nb::handle num_experts, nb::handle recv_stats, nb::handle wait_stats,
                                 nb::handle use_fp8, nb::handle round_scale, nb::handle use_ue8m0,
-                                nb::handle return_recv_hook, nb::handle topk_weights) {
+                                nb::handle return_recv_hook, nb::handle topk_weights, nb::handle async_finish) {
   LowLatencyDispatchArgs args;
   self.prepare("low_latency_dispatch", [&] {
     args.x = self.payload(x);
@@ -78,6 +78,7 @@ nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle top
     args.round_scale = to_bool(round_scale, "round_scale");
     args.use_ue8m0 = to_bool(use_ue8m0, "use_ue8m0");
     args.return_recv_hook = to_bool(return_recv_hook, "return_recv_hook");
+    args.async_finish = to_bool(async_finish, "async_finish");
     args.cumulative_local_expert_recv_stats = self.view(recv_stats, "cumulative_local_expert_recv_stats");
     args.wait_recv_cost_stats = self.view(wait_stats, "dispatch_wait_recv_cost_stats");
   });
@@ -96,7 +97,7 @@ nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle top
 
 nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk_idx, nb::handle topk_weights,
                                nb::handle handle, nb::handle use_logfmt, nb::handle return_recv_hook, nb::handle out,
-                               nb::handle wait_stats) {
+                               nb::handle wait_stats, nb::handle async_finish) {
   LowLatencyCombineArgs args;
   self.prepare("low_latency_combine", [&] {
     args.x = self.required(x, "x");
@@ -105,6 +106,7 @@ nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk
     args.handle = handle_of(self, handle);
     args.use_logfmt = to_bool(use_logfmt, "use_logfmt");
     args.return_recv_hook = to_bool(return_recv_hook, "return_recv_hook");
+    args.async_finish = to_bool(async_finish, "async_finish");
     args.out = self.view(out, "out");
     args.wait_recv_cost_stats = self.view(wait_stats, "combine_wait_recv_cost_stats");
   });
@@ -171,20 +173,22 @@ void register_calls(nb::class_<BufferObject>& cls) {
   cls.def("low_latency_dispatch", low_latency_dispatch, nb::arg("x").none(), nb::arg("topk_idx").none(),
           nb::arg("max_tokens").none(), nb::arg("num_experts").none(), nb::arg("recv_stats").none(),
           nb::arg("wait_stats").none(), nb::arg("use_fp8"), nb::arg("round_scale").none(), nb::arg("use_ue8m0"),
-          nb::arg("return_recv_hook").none(), nb::arg("topk_weights").none(),
+          nb::arg("return_recv_hook").none(), nb::arg("topk_weights").none(), nb::arg("async_finish").none(),
           nb::sig("def low_latency_dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
                   "topk_idx: torch.Tensor, max_tokens: int, num_experts: int, recv_stats: torch.Tensor | None, "
                   "wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, "
-                  "return_recv_hook: bool, topk_weights: torch.Tensor | None) -> "
+                  "return_recv_hook: bool, topk_weights: torch.Tensor | None, async_finish: bool) -> "
                   "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, "
                   "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Hook | None]"),
           "(recv_x, recv_count, handle, hook)");
   cls.def("low_latency_combine", low_latency_combine, nb::arg("x").none(), nb::arg("topk_idx").none(),
           nb::arg("topk_weights").none(), nb::arg("handle").none(), nb::arg("use_logfmt").none(),
           nb::arg("return_recv_hook").none(), nb::arg("out").none(), nb::arg("wait_stats").none(),
+          nb::arg("async_finish").none(),
           nb::sig("def low_latency_combine(self, x: torch.Tensor, topk_idx: torch.Tensor, "
                   "topk_weights: torch.Tensor, handle: tuple[torch.Tensor, ...], use_logfmt: bool, "
-                  "return_recv_hook: bool, out: torch.Tensor | None, wait_stats: torch.Tensor | None) -> "
+                  "return_recv_hook: bool, out: torch.Tensor | None, wait_stats: torch.Tensor | None, "
+                  "async_finish: bool) -> "
                   "tuple[torch.Tensor, Hook | None]"),
           "(combined_x, hook)");
 }

@@ -38,7 +38,8 @@ class LowLatencyHandle(NamedTuple):
     layout_range: Tensor
     """[L, R] int64: ``begin << 32 | count`` of the rows of each source in an expert's block."""
     recv_pos: Tensor
-    """[R, M, K] int32: the packed row of each (source, token, k), or -1."""
+    """[R, M, K] int32: the packed row of each (source, token, k), or -1. On a GPU [R, M + 1, K], where
+    [source, M, 0] is the number of the source's tokens."""
     recv_weights: Tensor
     """[R, M, K] float32: the weights given to the dispatch, or empty."""
     meta: Tensor

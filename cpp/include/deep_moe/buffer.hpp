@@ -114,7 +114,7 @@ struct CombineResult {
 struct LowLatencyHandle {
   TensorView src_info;      // [L, R * M] i32, source token of each packed row
   TensorView layout_range;  // [L, R] i64, begin << 32 | count
-  TensorView recv_pos;      // [R, M, K] i32, packed row l * R * M + p of (source, row, k), or -1
+  TensorView recv_pos;      // [R, M, K] i32, packed row l * R * M + p of (source, row, k), or -1; on GPUs [R, M + 1, K]
   TensorView recv_weights;  // [R, M, K] f32, or [0]: the weights given at dispatch
   TensorView meta;          // [12] i64, see layout/handle.hpp
 };
