@@ -15,11 +15,11 @@ namespace nb = nanobind;
 namespace deep_moe::python {
 namespace {
 
-// The receive half of a call. Keeps the tensors alive that it will read and write.
+// The receive half of a call, behind torch's current stream. Keeps the tensors alive that it will read and write.
 class Hook {
  public:
-  Hook(std::function<void()> receive, nb::object tensors)
-      : receive_(std::move(receive)), tensors_(std::move(tensors)) {}
+  Hook(std::function<void()> receive, nb::object tensors, int device)
+      : receive_(std::move(receive)), tensors_(std::move(tensors)), device_(device) {}
 
   // It may hold the last of a Buffer, whose end may wait.
   ~Hook() {
@@ -30,6 +30,7 @@ class Hook {
   Hook& operator=(const Hook&) = delete;
 
   void operator()() {
+    const CallStream stream(device_);
     without_gil([this] { receive_(); });
     tensors_.reset();
   }
@@ -37,12 +38,8 @@ class Hook {
  private:
   std::function<void()> receive_;
   nb::object tensors_;
+  int device_;
 };
-
-nb::object hook_or_none(std::function<void()> receive, nb::object tensors) {
-  if (!receive) return nb::none();
-  return nb::cast(Hook(std::move(receive), std::move(tensors)));
-}
 
 constexpr int kHandleItems = 5;
 constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (src_info)", "handle[1] (layout_range)",
@@ -89,8 +86,9 @@ nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle top
   nb::object handle = handle_to_torch(std::move(result.handle));
   nb::object hook = nb::none();
   if (result.hook) {
-    hook = hook_or_none(std::move(result.hook),
-                        nb::make_tuple(x, topk_idx, topk_weights, recv_stats, wait_stats, recv_x, recv_count, handle));
+    hook = nb::cast(Hook(std::move(result.hook),
+                         nb::make_tuple(x, topk_idx, topk_weights, recv_stats, wait_stats, recv_x, recv_count, handle),
+                         self.device()));
   }
   return nb::make_tuple(std::move(recv_x), std::move(recv_count), std::move(handle), std::move(hook));
 }
@@ -114,8 +112,8 @@ nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk
   nb::object combined = out.is_none() ? to_torch(std::move(result.combined_x)) : nb::borrow(out);
   nb::object hook = nb::none();
   if (result.hook) {
-    hook =
-        hook_or_none(std::move(result.hook), nb::make_tuple(x, topk_idx, topk_weights, handle, wait_stats, combined));
+    hook = nb::cast(Hook(std::move(result.hook),
+                         nb::make_tuple(x, topk_idx, topk_weights, handle, wait_stats, combined), self.device()));
   }
   return nb::make_tuple(std::move(combined), std::move(hook));
 }

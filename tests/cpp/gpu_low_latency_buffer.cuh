@@ -30,6 +30,7 @@ class LowBuffer {
   }
   ~LowBuffer() {
     cudaStreamSynchronize(stream_);
+    kept_.clear();  // the stream has to outlive what was handed out
     buffer_.reset();
     cudaStreamDestroy(stream_);
   }

@@ -241,22 +241,22 @@ void eager_pairs(const Bootstrap& bootstrap, std::int64_t num_tokens, bool with_
 
 }  // namespace
 
-TEST_CASE("low latency on GPU Buffers, stress: ten thousand random calls on two ranks" * doctest::skip(no_gpu())) {
+TEST_CASE("low latency on GPU Buffers: stress of ten thousand random calls on two ranks" * doctest::skip(no_gpu())) {
   check_all(run_threads(2, [](const Bootstrap& b) { random_exchanges(b, num_calls(10000), 1, 16 << 20); }));
 }
 
-TEST_CASE("low latency on GPU Buffers, stress: one rank and more than two, staging that grows from nothing" *
+TEST_CASE("low latency on GPU Buffers: stress of one rank and more than two, with staging that grows from nothing" *
           doctest::skip(no_gpu())) {
   for (const int num_ranks : {1, 3, 4, 8})
     check_all(run_threads(num_ranks, [](const Bootstrap& b) { random_exchanges(b, num_calls(300), 2, 0); }));
 }
 
-TEST_CASE("low latency on GPU Buffers, stress: all rows to the first experts, a thousand times" *
+TEST_CASE("low latency on GPU Buffers: stress of rows that all go to the first experts, a thousand times" *
           doctest::skip(no_gpu())) {
   check_all(run_threads(2, [](const Bootstrap& b) { large_calls(b, num_calls(1000), 1024, 7168); }));
 }
 
-TEST_CASE("timing: low latency on GPU Buffers, eager pairs" * doctest::skip(no_gpu())) {
+TEST_CASE("timing: eager low-latency pairs of GPU Buffers" * doctest::skip(no_gpu())) {
   for (const int num_ranks : {1, 2})
     for (const std::int64_t tokens : {1, 128})
       for (const bool weights : {true, false})
