@@ -31,9 +31,7 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   const OnDevice on_device(world_->device());
   events_ = std::make_unique<CallEvents>();
   low_latency_ = std::make_unique<LowLatency>(
-      *world_,
-      LowLatency::Options{options.num_rdma_bytes, world_->num_ranks_on_device(), options.enable_shrink,
-                          options.current_stream},
+      *world_, LowLatency::Options{options.num_rdma_bytes, options.enable_shrink, options.current_stream},
       [this](const layout::CallSignature& call, const std::string& reason) { post_refusal(call, reason); });
 }
 

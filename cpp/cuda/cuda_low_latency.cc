@@ -20,20 +20,15 @@ using kernels::LowLatencyHalf;
 
 namespace {
 
-cudaStream_t as_cuda(Stream stream) { return static_cast<cudaStream_t>(stream); }
+constexpr int kFewestBlocks = 3;
 
-// Blocks that a call may take: an SM each, and room for the ranks that share the device.
-int most_blocks(int device, int num_sharing) {
-  int num_sms = 0;
-  check_runtime(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return std::max(3, num_sharing > 1 ? num_sms / num_sharing - 2 : num_sms);
-}
+cudaStream_t as_cuda(Stream stream) { return static_cast<cudaStream_t>(stream); }
 
 }  // namespace
 
 LowLatency::LowLatency(DeviceWorld& world, Options options, Refuse refuse)
     : world_(world), options_(std::move(options)), refuse_(std::move(refuse)) {
-  num_blocks_ = most_blocks(world.device(), options_.num_sharing);
+  num_blocks_ = std::max(kFewestBlocks, world.most_blocks());
   cudaEvent_t event;
   check_runtime(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   event_ = event;

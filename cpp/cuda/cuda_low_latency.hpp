@@ -32,7 +32,6 @@ class LowLatency {
   using Refuse = std::function<void(const layout::CallSignature& signature, const std::string& reason)>;
   struct Options {
     std::int64_t staging_bytes = 0;
-    int num_sharing = 1;  // ranks, this one included, whose kernels share the device at the same time
     bool shrink = false;  // a rank that does not come is masked
     std::function<Stream()> current_stream;
   };
@@ -107,7 +106,7 @@ class LowLatency {
   DeviceWorld& world_;
   const Options options_;
   const Refuse refuse_;
-  int num_blocks_ = 3;
+  int num_blocks_ = 0;
   kernels::LowLatencyStaging staging_;
   std::int64_t wanted_slot_bytes_ = 0;  // of new staging, whatever the call needs
   std::shared_ptr<void> staging_owner_;
