@@ -186,13 +186,13 @@ def masked_exchange(buffer: deep_moe.Buffer, given: Any) -> Any:
     return packed(low[0], low[1]), low[1], combined, mask.tolist()
 
 
-def check_masked(results: list[Any], masked: set[int]) -> None:
+def check_masked(results: list[Any], masked: set[int], pre_reduced: bool = True) -> None:
     """The rows of masked ranks are missing, and so is their part of the sums."""
     given = THREE.inputs()
     received = reference.low_latency_dispatch(given.x, given.topk_idx, 12, 9, use_fp8=False, masked=masked)
     y = [one.x for one in received if isinstance(one.x, torch.Tensor)]
     sums = reference.low_latency_combine(
-        y, given.topk_idx, given.topk_weights, 9, pre_reduced=True, masked=masked
+        y, given.topk_idx, given.topk_weights, 9, pre_reduced=pre_reduced, masked=masked
     )
     for rank in sorted({0, 1, 2} - masked):
         rows, count, combined, mask = results[rank]
