@@ -12,12 +12,8 @@ enum MessageKind : std::uint32_t {
   kSaid,          // id: round of exchange(); value, text: what I say in it
   kResetTo,       // value: generation; id: round; text: epoch; none of my kernels runs
   kResetReached,  // value: generation
-<<<<<<< HEAD
   kDeparted,      // value 1: none of my kernels runs; text: what has failed me
-=======
-  kDeparted,    // value 1: none of my kernels runs
-  kSaidInCall,  // id: of exchange_in_call(); value, text: what I say in it
->>>>>>> 1e9313f (Low latency on GPU Buffers: calls are counted alike on all ranks, late errors do not chase each other, growth notices who does not come, masks on the host, memory reused on the caller's stream)
+  kSaidInCall,    // id: of exchange_in_call(); value, text: what I say in it
 };
 
 // Indices of the pinned words.
