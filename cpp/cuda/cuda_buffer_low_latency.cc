@@ -61,7 +61,8 @@ LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispat
         if (check_ids_) check_device_ids(args.topk_idx, args.num_experts, {});
       },
       [&](const LowLatencyStreams& streams) {
-        return low_latency_->dispatch(args, call, num_calls_, streams, hook_entry());
+        return low_latency_->dispatch(args, call, num_calls_, streams,
+                                      args.return_recv_hook ? hook_entry() : LowLatency::Enter());
       });
 }
 
@@ -70,7 +71,8 @@ LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineA
   return run_low_latency(
       call, args.async_finish && !args.return_recv_hook, [&] { low_latency_->validate(args); },
       [&](const LowLatencyStreams& streams) {
-        return low_latency_->combine(args, call, num_calls_, streams, hook_entry());
+        return low_latency_->combine(args, call, num_calls_, streams,
+                                     args.return_recv_hook ? hook_entry() : LowLatency::Enter());
       });
 }
 

@@ -118,13 +118,14 @@ void LowLatency::receive(InFlight& call, bool with_stats, Stream stream) {
 }
 
 // Receives what might still be in the slot of the next call, which nobody here knows: it is that of the epoch, which
-// other calls and replayed graphs take as well. Where the hook has been dropped, the caller's statistics may be gone.
-void LowLatency::settle(Stream stream) {
+// other calls and replayed graphs take as well. Where the hook has been dropped, the caller's statistics may be gone. A
+// call that went into a graph without its hook has not run.
+void LowLatency::settle(const LowLatencyStreams& streams) {
   for (Slot& slot : slots_) {
-    if (!slot.call) continue;
+    if (!slot.call || (streams.captured && !slot.call->streams.captured)) continue;
     const bool is_old = sequence_ - slot.sequence >= layout::kLowLatencySlots || slot.sequence < other_call_;
     if (slot.call->launch && !is_old && !slot.hook.expired()) continue;
-    receive(*slot.call, !slot.hook.expired(), stream);
+    if (slot.call->streams.captured == streams.captured) receive(*slot.call, !slot.hook.expired(), streams.work);
     slot = {};
   }
 }
@@ -218,6 +219,8 @@ std::function<void()> LowLatency::make_hook(std::shared_ptr<InFlight> call, std:
     if (std::exchange(open.hook_called, true))
       throw Error("the hook of " + std::string(open.name) + " has been called before; it may be called once");
     const Stream current = mine.options_.current_stream ? mine.options_.current_stream() : nullptr;
+    if (open.streams.captured && !capture_of(current).active)
+      throw Error("the hook of a captured " + std::string(open.name) + " belongs into the same capture");
     mine.go_behind(current);
     mine.receive(open, true, current);
   };

@@ -84,7 +84,7 @@ class LowLatency {
   using Launch = std::function<void(kernels::LowLatencyHalf half, bool with_stats, Stream stream)>;
 
   int num_in_flight() const;
-  void settle(Stream stream);
+  void settle(const LowLatencyStreams& streams);
   void go_behind(Stream stream);
   void receive(InFlight& call, bool with_stats, Stream stream);
   // The outputs of one call, in one block of the heap. Where it cannot be had, the peers are told.

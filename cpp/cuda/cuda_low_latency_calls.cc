@@ -107,7 +107,7 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   kernels::LowLatencyDispatchArgs out = kernel_arguments(args, signature);
   out.call = kernel_call(signature);
   go_behind(streams.work);
-  settle(streams.work);
+  settle(streams);
   ensure_staging(std::max(kernels::low_latency_slot_bytes(world_.domain(), out),
                           kernels::low_latency_slot_bytes(world_.domain(), way_back(out, data, num_ranks))),
                  signature, number, streams);
@@ -208,7 +208,7 @@ LowLatencyCombineResult LowLatency::combine(const LowLatencyCombineArgs& args, c
   in.topk_weights = args.topk_weights.as<float>();
   in.weight_stride = row_stride(args.topk_weights);
   go_behind(streams.work);
-  settle(streams.work);
+  settle(streams);
   ensure_staging(kernels::low_latency_slot_bytes(world_.domain(), in), signature, number, streams);
   in.call = kernel_call(signature);
 

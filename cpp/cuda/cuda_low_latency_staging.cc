@@ -37,6 +37,7 @@ void LowLatency::ensure_staging(std::int64_t slot_bytes, const layout::CallSigna
   const std::string failures = grow_staging(std::max(slot_bytes, wanted_slot_bytes_), static_cast<int>(2 * number),
                                             [&](int peer) { look_at_missing(peer, signature, streams.work); });
   if (!failures.empty()) throw BufferTooSmallError(problem(failures));
+  go_behind(streams.work);  // of masks that the growth has made
 }
 
 // Collective. Returns what has failed, on all ranks if on one.
