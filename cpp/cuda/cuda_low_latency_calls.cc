@@ -123,15 +123,11 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   make_parts({{&result.recv_x.data, out.cast ? DType::kFloat8E4M3 : data.dtype, {num_local, rows, hidden}},
               {&result.recv_x.scales, scale_type, {num_local, num_scales, rows}}},
              streams, signature, &blocks);
-  make_parts(
-      {{&result.recv_count, DType::kInt32, {num_local}},
-       {&handle.src_info, DType::kInt32, {num_local, rows}},
-       {&handle.layout_range, DType::kInt64, {num_local, num_ranks}},
-       {&handle.recv_pos, DType::kInt32, {num_ranks, max_tokens + 1, topk}},
-       {&handle.recv_weights, DType::kFloat32,
-        out.with_weights ? std::vector<std::int64_t>{num_ranks, max_tokens, topk} : std::vector<std::int64_t>{0}},
-       {&epoch, DType::kInt64, {args.return_recv_hook ? 1 : 0}}},
-      streams, signature, &blocks);
+  const layout::LowLatencyHandleWords words(num_local, num_ranks, max_tokens, topk, out.with_weights);
+  make_parts({{&result.recv_count, DType::kInt32, {num_local}},
+              {&handle.words, DType::kUInt8, {static_cast<std::int64_t>(words.total)}},
+              {&epoch, DType::kInt64, {args.return_recv_hook ? 1 : 0}}},
+             streams, signature, &blocks);
   if (num_scales > 0)
     shape_scales(&result.recv_x.scales.view, scales.defined() && scales.num_dims == 1, num_local, rows, num_scales);
   else
@@ -147,9 +143,15 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   meta[layout::kLowMetaNumTokens] = data.shape[0];
   meta[layout::kLowMetaHasWeights] = out.with_weights ? 1 : 0;
   meta[layout::kLowMetaXDtype] = static_cast<std::int64_t>(data.dtype);
-  // Tells this dispatch from every other one, on every rank.
-  meta[layout::kLowMetaHash] = static_cast<std::int64_t>(
-      (layout::signature_hash(signature) ^ (generation_ << 48) ^ number) * 0x9e3779b97f4a7c15ull);
+  // Not which dispatch it is: one that a graph replays goes together with a call of today on another rank.
+  meta[layout::kLowMetaHash] = static_cast<std::int64_t>(layout::signature_hash(signature) | 1);
+  const LowLatencyHandle views = low_latency_handle(handle.words.view, handle.meta.view, world_.rank());
+  for (const auto& [tensor, view] :
+       {std::pair(&handle.src_info, &views.src_info), std::pair(&handle.layout_range, &views.layout_range),
+        std::pair(&handle.recv_pos, &views.recv_pos), std::pair(&handle.recv_weights, &views.recv_weights)}) {
+    tensor->view = *view;
+    tensor->owner = handle.words.owner;
+  }
 
   out.recv_x = result.recv_x.data.view.data;
   out.recv_scales = num_scales > 0 ? result.recv_x.scales.view.data : nullptr;

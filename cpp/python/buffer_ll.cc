@@ -46,7 +46,16 @@ constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (src_info)", "han
                                                     "handle[2] (recv_pos)", "handle[3] (recv_weights)",
                                                     "handle[4] (meta)"};
 
+constexpr int kDeviceHandleItems = 2;
+constexpr const char* kDeviceHandleNames[kDeviceHandleItems] = {"handle[0] (words)", "handle[1] (meta)"};
+
 LowLatencyHandle handle_of(const BufferObject& self, nb::handle handle) {
+  if (self.device() != kCpuDevice) {
+    TensorView words, meta;
+    TensorView* const views[kDeviceHandleItems] = {&words, &meta};
+    self.handle_items(handle, kDeviceHandleNames, kDeviceHandleItems, views);
+    return low_latency_handle(words, meta, self.buffer().rank());
+  }
   LowLatencyHandle out;
   TensorView* const views[kHandleItems] = {&out.src_info, &out.layout_range, &out.recv_pos, &out.recv_weights,
                                            &out.meta};
@@ -54,7 +63,10 @@ LowLatencyHandle handle_of(const BufferObject& self, nb::handle handle) {
   return out;
 }
 
+// On GPUs all but meta as one tensor: each costs its microseconds.
 nb::object handle_to_torch(OwnedLowLatencyHandle handle) {
+  if (handle.words.defined())
+    return nb::make_tuple(to_torch(std::move(handle.words)), to_torch(std::move(handle.meta)));
   return nb::make_tuple(to_torch(std::move(handle.src_info)), to_torch(std::move(handle.layout_range)),
                         to_torch(std::move(handle.recv_pos)), to_torch(std::move(handle.recv_weights)),
                         to_torch(std::move(handle.meta)));
@@ -177,7 +189,7 @@ void register_calls(nb::class_<BufferObject>& cls) {
                   "wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, "
                   "return_recv_hook: bool, topk_weights: torch.Tensor | None, async_finish: bool) -> "
                   "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, "
-                  "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Hook | None]"),
+                  "tuple[torch.Tensor, ...], Hook | None]"),
           "(recv_x, recv_count, handle, hook)");
   cls.def("low_latency_combine", low_latency_combine, nb::arg("x").none(), nb::arg("topk_idx").none(),
           nb::arg("topk_weights").none(), nb::arg("handle").none(), nb::arg("use_logfmt").none(),

@@ -9,7 +9,7 @@ import torch
 from ._base import BufferBase, Payload
 from .config import check_low_latency
 from .events import EventOverlap
-from .handles import LowLatencyHandle
+from .handles import DeviceLowLatencyHandle, LowLatencyHandle
 
 __all__ = ["LowLatencyCalls"]
 
@@ -32,7 +32,13 @@ class LowLatencyCalls(BufferBase):
         return_recv_hook: bool = False,
         *,
         topk_weights: torch.Tensor | None = None,
-    ) -> tuple[Payload, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[
+        Payload,
+        torch.Tensor,
+        LowLatencyHandle | DeviceLowLatencyHandle,
+        EventOverlap,
+        Callable[[], None] | None,
+    ]:
         """Sends each token to the experts it has chosen, packed by local expert. Collective.
 
         R ranks, T tokens of this rank, H hidden, E experts, K top-k, L local experts, M the cap on T. All
@@ -102,7 +108,8 @@ class LowLatencyCalls(BufferBase):
             cumulative_local_expert_recv_stats,
             dispatch_wait_recv_cost_stats,
         )
-        return recv_x, recv_count, LowLatencyHandle._make(handle), event, hook
+        made = LowLatencyHandle if self._comm_stream is None else DeviceLowLatencyHandle
+        return recv_x, recv_count, made._make(handle), event, hook
 
     def low_latency_combine(
         self,

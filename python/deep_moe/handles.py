@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DispatchHandle", "LowLatencyHandle"]
+__all__ = ["DeviceLowLatencyHandle", "DispatchHandle", "LowLatencyHandle"]
 
 
 class DispatchHandle(NamedTuple):
@@ -31,16 +31,24 @@ class DispatchHandle(NamedTuple):
 
 
 class LowLatencyHandle(NamedTuple):
-    """Of the low-latency mode. R ranks, L local experts, M the cap on tokens a rank, K top-k."""
+    """Of the low-latency mode on the CPU. R ranks, L local experts, M the cap on tokens a rank, K top-k."""
 
     src_info: Tensor
     """[L, R * M] int32: each packed row's token index at its source."""
     layout_range: Tensor
     """[L, R] int64: ``begin << 32 | count`` of the rows of each source in an expert's block."""
     recv_pos: Tensor
-    """[R, M, K] int32: the packed row of each (source, token, k), or -1. On a GPU [R, M + 1, K], where
-    [source, M, 0] is the number of the source's tokens."""
+    """[R, M, K] int32: the packed row of each (source, token, k), or -1."""
     recv_weights: Tensor
     """[R, M, K] float32: the weights given to the dispatch, or empty."""
     meta: Tensor
     """[12] int64: sizes of the call."""
+
+
+class DeviceLowLatencyHandle(NamedTuple):
+    """Of the low-latency mode on a GPU: the same in one tensor, and how many tokens each source has."""
+
+    words: Tensor
+    """[bytes] uint8."""
+    meta: Tensor
+    """[12] int64: sizes of the call; on the CPU."""

@@ -282,6 +282,11 @@ def test_async_finish(world: World) -> None:
 
 
 # ---- staging ----
+def packed_shape(rows: Any) -> tuple[int, ...]:
+    """[L, R*M]"""
+    return tuple((rows[0] if isinstance(rows, tuple) else rows).shape[:2])
+
+
 def job_size_hint(comm: Any, rank: int, shape: tuple[int, int, int]) -> Any:
     cap, hidden, experts = shape
     hint = deep_moe.Buffer.get_low_latency_rdma_size_hint(cap, hidden, comm.Get_size(), experts)
@@ -292,7 +297,7 @@ def job_size_hint(comm: Any, rank: int, shape: tuple[int, int, int]) -> Any:
     for fp8, with_weights, hook in ((True, False, False), (False, True, True), (False, False, True)):
         options = {"topk_weights": weights} if with_weights else {}
         low = buffer.low_latency_dispatch(x, idx, cap, experts, use_fp8=fp8, **options)
-        y = torch.zeros(hidden, device="cuda", dtype=torch.bfloat16).expand(*low[2].src_info.shape, hidden)
+        y = torch.zeros(hidden, device="cuda", dtype=torch.bfloat16).expand(*packed_shape(low[0]), hidden)
         back = buffer.low_latency_combine(y, idx, weights, low[2], return_recv_hook=hook)
         if back[2] is not None:
             back[2]()

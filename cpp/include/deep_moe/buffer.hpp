@@ -121,8 +121,12 @@ struct LowLatencyHandle {
 
 struct OwnedLowLatencyHandle {
   Tensor src_info, layout_range, recv_pos, recv_weights, meta;
+  Tensor words;  // GPUs: [bytes] u8, the memory of all of them but meta
   LowLatencyHandle view() const;
 };
+
+// GPUs: the handle whose `words` and `meta` these are; throws ArgumentError if they cannot be.
+LowLatencyHandle low_latency_handle(const TensorView& words, const TensorView& meta, int rank);
 
 struct LowLatencyDispatchArgs {
   Payload x;                // [T, H]; with scales: opaque, no cast

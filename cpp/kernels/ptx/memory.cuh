@@ -57,6 +57,12 @@ __device__ __forceinline__ std::uint64_t atom_add_relaxed_gpu(std::uint64_t* add
   return before;
 }
 
+__device__ __forceinline__ std::uint64_t atom_or_relaxed_gpu(std::uint64_t* address, std::uint64_t value) {
+  std::uint64_t before;
+  asm volatile("atom.or.relaxed.gpu.global.b64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+  return before;
+}
+
 __device__ __forceinline__ std::uint64_t atom_add_acq_rel_gpu(std::uint64_t* address, std::uint64_t value) {
   std::uint64_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
