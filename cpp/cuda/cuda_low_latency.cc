@@ -29,6 +29,7 @@ cudaStream_t as_cuda(Stream stream) { return static_cast<cudaStream_t>(stream); 
 LowLatency::LowLatency(DeviceWorld& world, Options options, Refuse refuse)
     : world_(world), options_(std::move(options)), refuse_(std::move(refuse)) {
   num_blocks_ = std::max(kFewestBlocks, world.most_blocks());
+  is_alone_ = world.num_ranks_on_device() == 1;
   cudaEvent_t event;
   check_runtime(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   event_ = event;
@@ -192,6 +193,7 @@ kernels::LowLatencyCall LowLatency::kernel_call(const layout::CallSignature& sig
   call.max_tokens = signature.max_tokens;
   call.num_experts = static_cast<int>(signature.num_experts);
   call.num_blocks = num_blocks_;
+  call.early = is_alone_;
   call.shrink = options_.shrink;
   return call;
 }

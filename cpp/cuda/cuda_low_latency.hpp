@@ -107,6 +107,7 @@ class LowLatency {
   const Options options_;
   const Refuse refuse_;
   int num_blocks_ = 0;
+  bool is_alone_ = false;  // no other rank's kernels run on the device at the same time
   kernels::LowLatencyStaging staging_;
   std::int64_t wanted_slot_bytes_ = 0;  // of new staging, whatever the call needs
   std::shared_ptr<void> staging_owner_;

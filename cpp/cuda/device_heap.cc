@@ -169,7 +169,7 @@ Block DeviceHeap::allocate_largest(std::size_t max_bytes, Stream first_user) {
   if (closed_) return {};
   if (Block block = reuse_in_capture(max_bytes, first_user)) return block;
   follow_freed(first_user, lock);
-  if (num_unseen_ >= kUnseenBlocks) reclaim();
+  if (num_unseen_ >= kUnseenBlocks || !alone_.empty()) reclaim();
   return heap_->allocate_largest(max_bytes);
 }
 
