@@ -59,7 +59,8 @@ struct CombineTuning {
 };
 
 struct LowLatencyTuning {
-  static constexpr int kCarriers = 20;        // warps of a block that carry rows, at most ...
+  // Warps of a block that carry rows, at most: a block takes half an SM ...
+  static constexpr int kDispatchCarriers = 10, kCombineCarriers = 11;
   static constexpr int kFewestCarriers = 4;   // ... and where there is little to do
   static constexpr int kDispatchOthers = 2;   // warps beside them: ids, weights and counts; what is told to peers
   static constexpr int kCombineOthers = 1;

@@ -9,21 +9,22 @@
 namespace deep_moe::kernels {
 namespace {
 
-constexpr int kMostThreads = 32 * (LowLatencyTuning::kCarriers + LowLatencyTuning::kCombineOthers);
+constexpr int kMostThreads = 32 * (LowLatencyTuning::kCombineCarriers + LowLatencyTuning::kCombineOthers);
 
 // Tasks of a holder: parts of tokens of all owners, in one launch but for this rank.
 struct HeldTasks {
-  int num_parts, num_ranks, owners, without;
-  __device__ HeldTasks(const LowLatencyCombineParams& params, const DeviceDomain& domain)
-      : num_parts(params.num_parts),
-        num_ranks(domain.num_ranks),
+  const LowLatencyCombineParams& params;
+  int owners, without;
+  __device__ HeldTasks(const LowLatencyCombineParams& params_, const DeviceDomain& domain)
+      : params(params_),
         owners(domain.num_ranks - (params.args.call.half == LowLatencyHalf::kBoth ? 1 : 0)),
-        without(owners < num_ranks ? domain.rank : num_ranks) {}
+        without(owners < domain.num_ranks ? domain.rank : domain.num_ranks) {}
   __device__ __forceinline__ void find(int task, int* owner, int* token, int* part) const {
-    const int item = task / num_parts;
-    *part = task - item * num_parts;
-    *token = owners > 0 ? item / owners : INT32_MAX;
-    *owner = item - *token * owners;
+    std::uint32_t rest;
+    const std::uint32_t item = params.by_parts.divide(static_cast<std::uint32_t>(task), &rest);
+    *part = static_cast<int>(rest);
+    *token = owners > 0 ? static_cast<int>(params.by_owners.divide(item, &rest)) : INT32_MAX;
+    *owner = static_cast<int>(rest);
     if (*owner >= without) ++*owner;
   }
 };
@@ -56,9 +57,10 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
     tasks.find(carriers.mine, &owner, &token, &part);
     own.held.load(args, owner, token, 0);
   } else if (first_own < num_own) {
-    own.load(args, domain.rank, first_own / params.num_parts, 0);
+    std::uint32_t rest;
+    own.load(args, domain.rank, params.by_parts.divide(static_cast<std::uint32_t>(first_own), &rest), 0);
   }
-  LowLatencyRun run = begin_call(domain, args.call, &shared.failure);
+  LowLatencyRun run = begin_call(domain, args.call, params.hot, &shared.failure);
   if (params.early) ptx::griddepcontrol_launch_dependents();
   bool is_own_loaded = carriers.mine >= guess;
   bool ok = sends ? await_slot(run) : !run.failed;
@@ -84,9 +86,10 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   if (ok && receives) {
 #pragma unroll 1
     for (int task = first_own; ok && task < num_own; task += carriers.count) {
-      token = task / params.num_parts;
+      std::uint32_t rest;
+      token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(task), &rest));
       if (task != first_own || !is_own_loaded) own.load(args, domain.rank, token, 0);
-      ok = receive_own<T, Width, kByExpert>(run, params, own, token, task - token * params.num_parts);
+      ok = receive_own<T, Width, kByExpert>(run, params, own, token, static_cast<int>(rest));
     }
   }
   STAMP(1, 11);
@@ -98,24 +101,29 @@ template <bool kPlain>
 __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyCombineParams& params,
                                       int num_arrivals, CombineShared& shared) {
   ptx::griddepcontrol_wait();
-  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
   Arrival arrival(&shared.arrived, num_arrivals);
   bool ok = run.sends() ? await_slot(run) : !run.failed;
-  if (ok && run.sends()) send_weights<kPlain>(run, params);
-  if (ok && blockIdx.x == 0) ok = tell_peers(run, params.args.ids.num_tokens);
+  if (ok && run.sends()) {
+    if (blockIdx.x == 0) send_header(run, params.args.ids.num_tokens);
+    send_weights<kPlain>(run, params);
+  }
   arrival.make(run);
+  if (ok && blockIdx.x == 0) tell_peers(run, params.args.ids.num_tokens);
   if (ok && run.receives() && blockIdx.x == 0) ok = watch_peers(run, [](int, std::uint32_t) {});
   arrival.finish(run, ok);
 }
 
 template <typename T, class Width, bool kByExpert>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 2)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
   __shared__ CombineShared shared;
   STAMP(1, 0);
   const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
   if (threadIdx.x == 0) shared.arrived = shared.failure.claimed = 0;
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
+  asm volatile("" ::"r"(touched));
   __syncthreads();
   if (warp < params.num_carriers)
     carry<T, Width, kByExpert>(domain, params, num_arrivals, shared);
@@ -161,6 +169,8 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   if (params.row_bytes % 16 != 0) throw ArgumentError("rows must be a multiple of 16 bytes");
   args.call.hash = layout::signature_hash(args.call.signature);
   params.args = args;
+  params.hot = LowLatencyHot(domain, args.call);
+  params.num_vectors = static_cast<int>(params.row_bytes / 16);
   params.slot = slot_of(domain.num_ranks, args);
   params.expert_ranks = ExpertRanks(layout::ExpertBlocks(args.call.num_experts, domain.num_ranks));
   const auto alignment = [](const void* base, std::int64_t strides) {
@@ -178,7 +188,9 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   const bool narrow = plain && is_narrow(args.call, items * params.num_parts, LowLatencyTuning::kNarrowCombine);
   if (!narrow) params.num_parts = params.slot.num_tiles;
   check_range("parts of a call", args.call.max_tokens * (domain.num_ranks + 1) * params.num_parts, 0, INT32_MAX);
-  const LowLatencyGrid grid(args.call, items * params.num_parts);
+  const LowLatencyGrid grid(args.call, items * params.num_parts, LowLatencyTuning::kCombineCarriers);
+  params.by_parts = Divisor(static_cast<std::uint32_t>(params.num_parts));
+  params.by_owners = Divisor(static_cast<std::uint32_t>(std::max(domain.num_ranks - (halves ? 0 : 1), 1)));
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kCombineOthers;
   const auto start = [&]<auto kKernel>() {

@@ -11,16 +11,19 @@ namespace deep_moe::kernels {
 
 // The arguments, and what the host derives from them.
 struct LowLatencyCombineParams {
+  LowLatencyHot hot;
   LowLatencyCombineArgs args;
   layout::LowLatencyCombineSlot slot;
   ExpertRanks expert_ranks;
+  Divisor by_parts, by_owners;
   std::int64_t row_bytes = 0;
+  int num_vectors = 0;  // of a row
   int num_parts = 1;  // of a row
   int x_alignment = 16;
   int out_alignment = 16;
-  int num_carriers = 0;   // warps of a block that carry rows
-  bool is_dense = false;  // expert blocks follow each other without a gap
-  bool early = false;     // the next launch may start at once
+  int num_carriers = 0;          // warps of a block that carry rows
+  bool is_dense = false;         // expert blocks follow each other without a gap
+  bool early = false;            // the next launch may start at once
 };
 
 // Sums of what a lane has of a tile.
@@ -62,8 +65,8 @@ __device__ __forceinline__ void load_vectors(const char* row, const LaneTile<Wid
     if (tile.has_vector(j)) vectors->v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
 }
 
-// H2. Rows that this rank holds for half of a token's entries: where this lane's lies and its weight; entries alike
-// have one row, at the first of them, with the sum of their weights. Nothing that is loaded is waited for.
+// H2. Rows that this rank holds for half of a token's entries: where this lane's lies and its weight; entries alike have
+// one row, at the first of them, with the sum of their weights. Nothing that is loaded is waited for.
 struct HeldRow {
   std::int32_t position = -1;
   float weight = 0;  // where the dispatch has brought it
@@ -83,7 +86,9 @@ struct HeldRow {
 __device__ __forceinline__ std::int64_t row_offset(const LowLatencyCombineParams& params, std::int32_t position,
                                                    int num_ranks) {
   const LowLatencyCombineArgs& args = params.args;
-  if (params.is_dense) return position * args.row_stride;
+  if (params.is_dense)
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(position)) *
+                                     static_cast<std::uint32_t>(args.row_stride));
   const std::int32_t expert_rows = static_cast<std::int32_t>(args.call.max_tokens) * num_ranks;
   const std::int32_t expert = position / expert_rows;
   return expert * args.expert_stride + (position - expert * expert_rows) * args.row_stride;
@@ -92,8 +97,9 @@ __device__ __forceinline__ std::int64_t row_offset(const LowLatencyCombineParams
 // Calls take(lane, tile's vectors) for the rows of the lanes in `entries` in their order, several of them loaded at a
 // time.
 template <class Width, typename Take>
-__device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& params, std::int64_t offset,
-                                             std::uint32_t entries, const LaneTile<Width>& tile, Take take) {
+__device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& params,
+                                             std::int64_t offset, std::uint32_t entries,
+                                             const LaneTile<Width>& tile, Take take) {
   constexpr int kBatch = Width::kVectors == 1 ? 4 : LowLatencyTuning::kVectorsInFlight / Width::kVectors;
   const char* x = static_cast<const char*>(params.args.x);
   if (!Width::kPlain && params.x_alignment != 16) {
@@ -130,9 +136,10 @@ template <typename T, class Width>
 __device__ __forceinline__ void add_held(const LowLatencyCombineParams& params, const HeldRow& held,
                                          std::uint32_t entries, int num_ranks, const LaneTile<Width>& tile,
                                          LaneSums<T, Width>* sums) {
-  for_each_row(
-      params, row_offset(params, held.position, num_ranks), entries, tile,
-      [&](int k, const LaneVectors<Width>& vectors) { sums->add(__shfl_sync(0xffffffffu, held.weight, k), vectors); });
+  for_each_row(params, row_offset(params, held.position, num_ranks), entries, tile,
+               [&](int k, const LaneVectors<Width>& vectors) {
+                 sums->add(__shfl_sync(0xffffffffu, held.weight, k), vectors);
+               });
 }
 
 // Tokens of each owner, as the dispatch has left them: of rank r and r + 32 in lane r.

@@ -29,7 +29,7 @@ __device__ __forceinline__ bool send_held(const LowLatencyRun& run, const LowLat
                                           HeldRow& held, int owner, int token, int part) {
   const LowLatencyCombineArgs& args = params.args;
   const layout::LowLatencyCombineSlot& slot = params.slot;
-  const LaneTile<Width> tile(params.row_bytes, part);
+  const LaneTile<Width> tile(params.num_vectors, part);
   LaneSums<T, Width> sums;
   bool any = false;
 #pragma unroll 1

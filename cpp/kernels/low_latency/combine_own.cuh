@@ -44,8 +44,7 @@ __device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTil
       if (!skip(first + n) &&
           !await_units(scope, layout::WaitPhase::kUnits, holder(first + n), address(first + n), tile, &units[n]))
         return false;
-      if (scope.masked != nullptr && !skip(first + n) && !are_there(scope, tile, units[n]))
-        continue;  // masked meanwhile
+      if (scope.masked != nullptr && !skip(first + n) && !are_there(scope, tile, units[n])) continue;  // masked meanwhile
       take(first + n, to_vectors(units[n]));
     }
   }
@@ -67,11 +66,10 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
   const layout::LowLatencyCombineSlot& slot = params.slot;
   const int topk = args.ids.topk, num_experts = run.call.num_experts;
   const bool is_whole = run.is_whole();
-  const LaneTile<Width> tile(params.row_bytes, part);
+  const LaneTile<Width> tile(params.num_vectors, part);
   char* const mine = run.my_slot();
   const TopkIds ids = is_whole ? args.ids : TopkIds{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
-  const std::uint64_t ranks =
-      ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
+  const std::uint64_t ranks = ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
   STAMP(1, 7);
   LaneSums<T, Width> sums;
   if constexpr (kByExpert) {
@@ -116,8 +114,7 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
     if (!take_tiles(
             run.scope, tile, __popcll(ranks),
             [&](int n) { return slot.reduced_row(mine, bit_number(ranks, n), token); },
-            [&](int n) { return bit_number(ranks, n); }, is_mine,
-            [&](int n, LaneVectors<Width> vectors) {
+            [&](int n) { return bit_number(ranks, n); }, is_mine, [&](int n, LaneVectors<Width> vectors) {
               if (is_mine(n)) vectors = here;
               sums.add(vectors);
             }))

@@ -1,11 +1,15 @@
 // Masks of ranks, from the host in stream order.
 #include <cuda_runtime.h>
 
-#include "kernels/low_latency/call.cuh"
 #include "kernels/low_latency/launch.hpp"
+#include "layout/low_latency_words.hpp"
 
 namespace deep_moe::kernels {
 namespace {
+
+__device__ __forceinline__ layout::LowLatencyState& low_latency_state(const DeviceDomain& domain) {
+  return *reinterpret_cast<layout::LowLatencyState*>(domain.words.low_latency_state(domain.workspaces[domain.rank]));
+}
 
 __global__ void mask_kernel(const __grid_constant__ DeviceDomain domain, std::uint64_t ranks) {
   low_latency_state(domain).masked |= ranks;
