@@ -68,7 +68,7 @@ struct LowLatencyTuning {
   static constexpr int kNarrowDispatch = 20;  // most warps of a block with which narrow tasks are quicker
   static constexpr int kNarrowCombine = 10;
   static constexpr int kIdUnitsInFlight = 2;  // of a thread
-  static constexpr int kVectorsInFlight = 6;  // at least, of a lane that sums rows
+  static constexpr int kRowsInFlight = 4;     // of a warp that sums
   static constexpr int kRowsAwaited = 2;      // the same, of rows that peers send
 };
 

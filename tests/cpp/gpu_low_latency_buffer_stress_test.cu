@@ -257,8 +257,8 @@ TEST_CASE("low latency on GPU Buffers: stress of rows that all go to the first e
 }
 
 TEST_CASE("timing: eager low-latency pairs of GPU Buffers" * doctest::skip(no_gpu())) {
-  for (const int num_ranks : {1, 2})
-    for (const std::int64_t tokens : {1, 128})
+  for (const std::int64_t tokens : {1, 128})
+    for (const int num_ranks : {1, 2})
       for (const bool weights : {true, false})
         check_all(run_threads(num_ranks, [&](const Bootstrap& b) { eager_pairs(b, tokens, weights); }));
 }

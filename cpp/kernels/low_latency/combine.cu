@@ -9,6 +9,7 @@
 namespace deep_moe::kernels {
 namespace {
 
+constexpr int kMostBuffers = static_cast<int>(sizeof(RowBuffer)) * LowLatencyTuning::kCombineCarriers;
 constexpr int kMostThreads = 32 * (LowLatencyTuning::kCombineCarriers + LowLatencyTuning::kCombineOthers);
 
 // Tasks of a holder: parts of tokens of all owners, in one launch but for this rank.
@@ -37,8 +38,9 @@ struct CombineShared {
 // A warp that carries rows.
 template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyCombineParams& params,
-                                      int num_arrivals, CombineShared& shared) {
+                                      int num_arrivals, CombineShared& shared, RowBuffer* buffer) {
   const LowLatencyCombineArgs& args = params.args;
+  const int topk = args.ids.topk;
   const Carriers carriers(params.num_carriers);
   const HeldTasks tasks(params, domain);
   const bool sends = args.call.half != LowLatencyHalf::kReceive, receives = args.call.half != LowLatencyHalf::kSend;
@@ -49,47 +51,66 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   int owner = 0, token = 0, part = 0;
   OwnEntry own;  // or, as a holder, its row alone
   TokenCounts counts;
-  STAMP(1, 1);
-  ptx::griddepcontrol_wait();
-  STAMP(1, 2);
-  if (sends) counts.load(args, domain.num_ranks);
-  if (carriers.mine < guess) {
-    tasks.find(carriers.mine, &owner, &token, &part);
-    own.held.load(args, owner, token, 0);
-  } else if (first_own < num_own) {
-    std::uint32_t rest;
-    own.load(args, domain.rank, params.by_parts.divide(static_cast<std::uint32_t>(first_own), &rest), 0);
+  std::uint32_t rest;
+  int own_token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(first_own), &rest));
+  int own_part = static_cast<int>(rest);
+  tasks.find(carriers.mine, &owner, &token, &part);
+  const bool holds_first = carriers.mine < guess;
+  {
+    const std::int32_t* count = TokenCounts::address(args);
+    const HeldRow::Address first(args, holds_first ? owner : domain.rank, holds_first ? token : own_token);
+    STAMP(1, 1);
+    ptx::griddepcontrol_wait();
+    STAMP(1, 2);
+    if (sends) counts.load(args, count, domain.num_ranks);
+    if (holds_first)
+      own.held.load(first, topk, 0);
+    else if (first_own < num_own)
+      own.load(args, first, own_token, 0);
   }
   LowLatencyRun run = begin_call(domain, args.call, params.hot, &shared.failure);
   if (params.early) ptx::griddepcontrol_launch_dependents();
-  bool is_own_loaded = carriers.mine >= guess;
+  bool is_own_loaded = !holds_first;
   bool ok = sends ? await_slot(run) : !run.failed;
   STAMP(1, 3);
   if (ok && sends) {
+    counts.leave_out_masked(run);
+    counts.leave_out_masked(run);
     const int most = counts.most();
     STAMP(1, 4);
+    bool is_loaded = holds_first;
 #pragma unroll 1
-    for (int task = carriers.mine; ok; task += carriers.count) {
-      const bool is_loaded = task == carriers.mine && task < guess;
+    for (int task = carriers.mine; ok && token < most;) {
+      // The next one's words are asked for before this one's rows are.
+      const int this_owner = owner, this_token = token, this_part = part;
+      const bool there = token < counts.of(owner);
+      if (there && !is_loaded) own.held.load(HeldRow::Address(args, owner, token), topk, 0);
+      const HeldRow held = own.held;
+      task += carriers.count;
       tasks.find(task, &owner, &token, &part);
-      if (token >= most) break;
-      if (token >= counts.of(owner) || !run.is_live(owner)) continue;
-      if (!is_loaded) own.held.load(args, owner, token, 0);
-      is_own_loaded = false;
-      ok = send_held<T, Width, kByExpert>(run, params, own.held, owner, token, part);
+      is_loaded = token < most && token < counts.of(owner);
+      if (is_loaded) own.held.load(HeldRow::Address(args, owner, token), topk, 0);
+      if (is_loaded || there) is_own_loaded = false;
+      if (there) ok = send_held<T, Width, kByExpert>(run, params, buffer, held, this_owner, this_token, this_part);
     }
   }
   STAMP(1, 5);
   Arrival arrival(&shared.arrived, num_arrivals);
   arrival.make(run);
   STAMP(1, 6);
-  if (ok && receives) {
+  if (ok && receives && first_own < num_own) {
+    if (!is_own_loaded) own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
 #pragma unroll 1
-    for (int task = first_own; ok && task < num_own; task += carriers.count) {
-      std::uint32_t rest;
-      token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(task), &rest));
-      if (task != first_own || !is_own_loaded) own.load(args, domain.rank, token, 0);
-      ok = receive_own<T, Width, kByExpert>(run, params, own, token, static_cast<int>(rest));
+    for (int task = first_own; ok && task < num_own;) {
+      const OwnEntry entry = own;
+      const int this_token = own_token, this_part = own_part;
+      task += carriers.count;
+      if (task < num_own) {
+        own_token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(task), &rest));
+        own_part = static_cast<int>(rest);
+        own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
+      }
+      ok = receive_own<T, Width, kByExpert>(run, params, buffer, entry, this_token, this_part);
     }
   }
   STAMP(1, 11);
@@ -118,6 +139,8 @@ template <typename T, class Width, bool kByExpert>
 __global__ void __launch_bounds__(kMostThreads, 2)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
+  extern __shared__ __align__(16) char shared_memory[];
+  RowBuffer* const buffers = reinterpret_cast<RowBuffer*>(shared_memory);
   __shared__ CombineShared shared;
   STAMP(1, 0);
   const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
@@ -126,7 +149,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   asm volatile("" ::"r"(touched));
   __syncthreads();
   if (warp < params.num_carriers)
-    carry<T, Width, kByExpert>(domain, params, num_arrivals, shared);
+    carry<T, Width, kByExpert>(domain, params, num_arrivals, shared, &buffers[warp]);
   else
     guard<Width::kPlain>(domain, params, num_arrivals, shared);
 }
@@ -195,7 +218,8 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   const int warps = grid.carriers + LowLatencyTuning::kCombineOthers;
   const auto start = [&]<auto kKernel>() {
     params.early = args.call.early && fits_twice<kKernel>(warps);
-    launch(kKernel, grid.blocks, warps, 0, stream, true, "launch of low_latency_combine", domain, params);
+    launch(kKernel, grid.blocks, warps, narrow ? 0 : sizeof(RowBuffer) * static_cast<std::size_t>(grid.carriers),
+           stream, true, "launch of low_latency_combine", domain, params);
   };
   const auto choose = [&]<typename T, class Width>() {
     if (args.by_expert)
@@ -220,10 +244,10 @@ void prepare_low_latency_combine() {
       using T = decltype(number);
       load_kernel(combine_kernel<T, Narrow, false>, 0);
       load_kernel(combine_kernel<T, Narrow, true>, 0);
-      load_kernel(combine_kernel<T, Wide, false>, 0);
-      load_kernel(combine_kernel<T, Wide, true>, 0);
-      load_kernel(combine_kernel<T, General, false>, 0);
-      load_kernel(combine_kernel<T, General, true>, 0);
+      load_kernel(combine_kernel<T, Wide, false>, kMostBuffers);
+      load_kernel(combine_kernel<T, Wide, true>, kMostBuffers);
+      load_kernel(combine_kernel<T, General, false>, kMostBuffers);
+      load_kernel(combine_kernel<T, General, true>, kMostBuffers);
     });
 }
 
