@@ -62,7 +62,6 @@ struct LowLatencyRun {
   bool may_write;  // the slot of the peers
   bool failed;     // leave
   std::uint64_t live;  // ranks that take part
-  std::uint64_t live;  // ranks that take part
 
   __device__ int rank() const { return scope.domain.rank; }
   __device__ int num_ranks() const { return scope.domain.num_ranks; }
@@ -99,7 +98,6 @@ __device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, 
   const std::uint64_t word = ptx::ld_relaxed_gpu(hot.epoch);
   const std::uint64_t ready = ptx::ld_relaxed_gpu(&hot.state->ready_epoch);
   const bool failed = ptx::ld_relaxed_gpu(&hot.notify->failed) != 0;
-  const std::uint64_t live = call.live_ranks & ~ptx::ld_relaxed_gpu(&hot.state->masked);
   const std::uint64_t live = call.live_ranks & ~ptx::ld_relaxed_gpu(&hot.state->masked);
   const std::uint64_t epoch = call.half == LowLatencyHalf::kReceive ? word : layout::epoch_of(word) + 1;
   const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);

@@ -75,7 +75,6 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   STAMP(1, 3);
   if (ok && sends) {
     counts.leave_out_masked(run);
-    counts.leave_out_masked(run);
     const int most = counts.most();
     STAMP(1, 4);
     bool is_loaded = holds_first;

@@ -202,11 +202,6 @@ struct TokenCounts {
     if (!run.is_live(lane_id())) count[0] = 0;
     if (!run.is_live(lane_id() + 32)) count[1] = 0;
   }
-  // None of ranks that do not take part.
-  __device__ __forceinline__ void leave_out_masked(const LowLatencyRun& run) {
-    if (!run.is_live(lane_id())) count[0] = 0;
-    if (!run.is_live(lane_id() + 32)) count[1] = 0;
-  }
   __device__ __forceinline__ int most() const { return __reduce_max_sync(0xffffffffu, max(count[0], count[1])); }
   __device__ __forceinline__ int of(int rank) const {
     return __shfl_sync(0xffffffffu, rank < 32 ? count[0] : count[1], rank % 32);

@@ -45,7 +45,6 @@ __device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTil
       if (first + n >= count) break;
       if (!await_units(scope, layout::WaitPhase::kUnits, holder, address(first + n), tile, &units[n])) return false;
       if (scope.masked != nullptr && !are_there(scope, tile, units[n])) continue;  // masked meanwhile
-      if (scope.masked != nullptr && !are_there(scope, tile, units[n])) continue;  // masked meanwhile
       take(first + n, to_vectors(units[n]));
     }
   }

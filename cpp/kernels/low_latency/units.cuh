@@ -198,17 +198,6 @@ __device__ __forceinline__ bool are_there(const WaitScope& scope, const LaneTile
   return __all_sync(0xffffffffu, there);
 }
 
-// Whether all units of the lanes are of this call, after a wait that a mask may have ended. The whole warp.
-template <class Width>
-__device__ __forceinline__ bool are_there(const WaitScope& scope, const LaneTile<Width>& tile,
-                                          const LaneUnits<Width>& units) {
-  bool there = true;
-#pragma unroll
-  for (int j = 0; j < Width::kUnits; ++j)
-    there = there && (!tile.has_unit(j) || units.u[j].w == static_cast<std::uint32_t>(scope.epoch));
-  return __all_sync(0xffffffffu, there);
-}
-
 // A unit that cannot be of this call.
 __device__ __forceinline__ uint4 no_unit(std::uint32_t tag) { return make_uint4(0, 0, 0, ~tag); }
 template <class Width>
