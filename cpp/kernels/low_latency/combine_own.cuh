@@ -22,8 +22,8 @@ struct OwnEntry {
       held.load(at, topk, half);
       id = raw_id(args.ids, token, k);
     } else if (k < topk) {
-      id = args.kept_ids[token * topk + k];
-      if (args.by_expert) weight = args.kept_weights[token * topk + k];
+      id = ptx::ld_fresh(args.kept_ids + token * topk + k);
+      if (args.by_expert) weight = ptx::ld_fresh(args.kept_weights + token * topk + k);
     }
   }
 };
