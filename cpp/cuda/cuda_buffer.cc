@@ -8,30 +8,11 @@
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
-#include "runtime/validate_low_latency.hpp"
 
 namespace deep_moe::cuda {
 
-namespace {
-
-// Until the low-latency calls on GPUs have passed their tests they have to be asked for by name.
-bool low_latency_wanted() {
-  const char* preview = std::getenv("DEEP_MOE_LOW_LATENCY_PREVIEW");
-  return preview != nullptr && std::strcmp(preview, "1") == 0;
-}
-
-constexpr const char* kNoLowLatency =
-    ": low-latency calls on GPUs are not finished in this version, use device='cpu'; "
-    "DEEP_MOE_LOW_LATENCY_PREVIEW=1 allows them for work on deep_moe itself";
-
-}  // namespace
-
 CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
     : Buffer::Impl(bootstrap, options_), gate_([this] { release(); }) {
-  const bool has_low_latency = low_latency_wanted();
-  if (options.enable_shrink) throw UnavailableError("enable_shrink: not on GPUs in this version");
-  if (options.low_latency_mode && !has_low_latency)
-    throw UnavailableError(std::string("low_latency_mode") + kNoLowLatency);
   DeviceWorldOptions world;
   world.device = options.device;
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
@@ -49,9 +30,8 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   most_blocks_ = world_->most_blocks();
   const OnDevice on_device(world_->device());
   events_ = std::make_unique<CallEvents>();
-  if (!has_low_latency) return;
   low_latency_ = std::make_unique<LowLatency>(
-      *world_, options.num_rdma_bytes, world_->num_ranks_on_device(), options.current_stream,
+      *world_, LowLatency::Options{options.num_rdma_bytes, options.enable_shrink, options.current_stream},
       [this](const layout::CallSignature& call, const std::string& reason) { post_refusal(call, reason); });
 }
 
@@ -71,17 +51,9 @@ Stream CudaBuffer::current_stream() const { return options.current_stream ? opti
 
 bool CudaBuffer::is_captured() const { return capture_of(comm_stream_).active || capture_of(current_stream()).active; }
 
-LowLatency& CudaBuffer::low_latency(const char* call) {
-  if (!low_latency_) throw UnavailableError(std::string(call) + kNoLowLatency);
-  return *low_latency_;
-}
-
-void CudaBuffer::before_other_call() {
-  if (low_latency_) low_latency_->before_other_call(comm_stream_);
-}
-
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
-  before_other_call();
+  low_latency_->before_other_call(comm_stream_);
+  world_->heap().note_comm_work();
   const std::uint64_t num_drops = world_->heap().num_drops();  // other threads may drop more behind the join
   CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
   if (capture_of(comm_stream_).active) {
@@ -100,6 +72,7 @@ void* CudaBuffer::comm_stream() const {
 
 void CudaBuffer::take_kernel_error() {
   using layout::KernelErrorKind;
+  if (late_error_) std::rethrow_exception(std::exchange(late_error_, nullptr));
   const auto record = [&](bool failure) -> layout::ErrorRecord& {
     return world_->domain().host_words.error(world_->host_words(), failure);
   };
@@ -148,13 +121,14 @@ void CudaBuffer::take_kernel_error() {
 }
 
 void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std::string& reason) {
-  before_other_call();
+  low_latency_->before_other_call(comm_stream_);
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 
 template <typename Check, typename Body>
 auto CudaBuffer::run(const layout::CallSignature& signature, const Check& checks, const Body& body) {
   const Call call(*this);
+  ++num_calls_;
   try {
     take_kernel_error();
     checks();
@@ -180,6 +154,7 @@ DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
               std::pair("is_token_in_rank", &args.is_token_in_rank),
               std::pair("num_tokens_per_expert", &args.num_tokens_per_expert)})
           check_device(name, *view, world_->device());
+        check_unmasked("dispatch");
         validate(args, num_ranks, false);
         if (args.handle == nullptr && args.num_worst_tokens == 0 && is_captured())
           throw_value("num_worst_tokens", "0 while the stream is captured into a graph",
@@ -198,6 +173,7 @@ CombineResult CudaBuffer::combine(const CombineArgs& args) {
              {std::pair("x", &args.x), std::pair("topk_weights", &args.topk_weights), std::pair("bias", &args.bias0),
               std::pair("bias", &args.bias1), std::pair("out", &args.out)})
           check_device(name, *view, world_->device());
+        check_unmasked("combine");
         validate(args, num_ranks);
       },
       [&] { return combine_rows(call, args); });
@@ -252,46 +228,6 @@ LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::in
   return result;
 }
 
-LowLatency::Enter CudaBuffer::hook_entry() {
-  return [self = shared_from_this()]() -> std::shared_ptr<void> {
-    auto call = std::make_shared<Call>(*self);
-    self->take_kernel_error();
-    return call;
-  };
-}
-
-LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
-  const layout::CallSignature call = signature(args);
-  return run(
-      call,
-      [&] {
-        low_latency("low_latency_dispatch").validate(args);
-        if (check_ids_) check_device_ids(args.topk_idx, args.num_experts, {});
-      },
-      [&] {
-        has_captured_ = has_captured_ || capture_of(current_stream()).active;
-        return low_latency_->dispatch(args, call, current_stream(), hook_entry());
-      });
-}
-
-LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
-  const layout::CallSignature call = signature(args);
-  return run(
-      call, [&] { low_latency("low_latency_combine").validate(args); },
-      [&] {
-        has_captured_ = has_captured_ || capture_of(current_stream()).active;
-        return low_latency_->combine(args, call, current_stream(), hook_entry());
-      });
-}
-
-void CudaBuffer::clean_low_latency_buffer(std::int64_t max_tokens, std::int64_t hidden, std::int64_t num_experts) {
-  const Call call(*this);
-  low_latency_size_hint(max_tokens, hidden, num_ranks, num_experts);  // checks the numbers; there is nothing to clean
-}
-void CudaBuffer::update_mask(int, bool) { throw UnavailableError("masks of ranks: not on GPUs in this version"); }
-void CudaBuffer::query_mask(std::int32_t*) { throw UnavailableError("masks of ranks: not on GPUs in this version"); }
-void CudaBuffer::clean_mask() { throw UnavailableError("masks of ranks: not on GPUs in this version"); }
-
 Tensor CudaBuffer::empty(DType dtype, const std::vector<std::int64_t>& shape) {
   const Call call(*this);
   const Stream user = current_stream();
@@ -317,7 +253,7 @@ Tensor CudaBuffer::local_buffer(std::int64_t offset, std::int64_t num_bytes, boo
 MemoryStats CudaBuffer::memory_stats() {
   const CallGate::Pass pass(open_gate());
   MemoryStats stats = world_->heap().stats();
-  if (low_latency_) stats.ll_staging_bytes = low_latency_->staging_bytes();
+  stats.ll_staging_bytes = low_latency_->staging_bytes();
   return stats;
 }
 
@@ -328,6 +264,7 @@ std::string CudaBuffer::memory_kind() {
 
 void CudaBuffer::refuse(const std::string& call_name, const std::string& reason) {
   const Call call(*this);
+  ++num_calls_;
   layout::CallSignature signature;
   signature.kind = call_kind(call_name);
   post_refusal(signature, reason);
@@ -350,14 +287,16 @@ void CudaBuffer::reset() {
   const CallGate::Pass pass(open_gate());
   const OnDevice on_device(world_->device());
   try {
-    before_other_call();  // the comm stream's end is waited for
+    low_latency_->before_other_call(comm_stream_);  // the comm stream's end is waited for
     world_->reset();
+    low_latency_->restart();
   } catch (...) {
     if (!failure_) failure_ = std::current_exception();  // the kernels of this rank have been told to leave
     throw;
   }
   world_->heap().release_quarantine();
-  if (low_latency_) low_latency_->restart();
+  num_calls_ = 0;
+  late_error_ = nullptr;
   failure_ = nullptr;
 }
 

@@ -57,16 +57,20 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   Stream current_stream() const;
   std::string failure_text() const noexcept;  // empty: has not failed
   int num_blocks(int num_sms) const { return std::min(num_sms > 0 ? num_sms : kDefaultNumSms, most_blocks_); }
-  bool is_captured() const;                   // what this thread does on its stream or the comm stream
-  LowLatency& low_latency(const char* call);  // throws UnavailableError
-  void before_other_call();
+  bool is_captured() const;  // what this thread does on its stream or the comm stream
+  void check_shrink(const char* call) const;
+  void check_unmasked(const char* call) const;
   CallStreams join_streams(const StreamOptions& options);
-  // Throws what kernels have reported since the last look.
+  // Throws what kernels have reported since the last look, or what a call before has found and not thrown.
   void take_kernel_error();
   // Runs the checks, then the call; a refusal is told to the peers. Errors that all ranks meet alike leave the Buffer
   // usable, any other fails it.
   template <typename Check, typename Body>
   auto run(const layout::CallSignature& signature, const Check& checks, const Body& body);
+  // The same for calls whose peers learn of a refusal only later: what an earlier one reports is thrown behind this
+  // one, for a refusal in its place would be reported in the next, and so on without end.
+  template <typename Check, typename Body>
+  auto run_low_latency(const layout::CallSignature& signature, bool async, const Check& checks, const Body& body);
   void post_refusal(const layout::CallSignature& signature, const std::string& reason);
   LowLatency::Enter hook_entry();
   // Used first on one stream, and handed out on another.
@@ -100,6 +104,8 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   Spills spills_;
   std::unique_ptr<LowLatency> low_latency_;
   std::exception_ptr failure_;
+  std::exception_ptr late_error_;  // of an earlier call, still to be thrown
+  std::uint64_t num_calls_ = 0;    // collective ones, refused ones included, since the last reset
   std::uint32_t sequence_ = 0;
   layout::CallSignature last_signature_;  // of the newest call, for the text of a mismatch
   bool check_ids_ = false;                // DEEP_MOE_CHECK=1

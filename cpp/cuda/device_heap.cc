@@ -9,6 +9,7 @@
 
 #include "cuda/retire.hpp"
 #include "layout/words.hpp"
+#include "layout/workspace.hpp"
 #include "runtime/process.hpp"
 
 namespace deep_moe::cuda {
@@ -30,6 +31,8 @@ namespace {
 // Small blocks are handed out without a look at what has been dropped, until that many have been.
 constexpr std::size_t kSmallBytes = std::size_t{1} << 20;
 constexpr int kUnseenBlocks = 16;
+// Blocks of one user that wait for one of their size.
+constexpr std::size_t kAloneBlocks = 16;
 
 // Leases whose graph is gone, from CUDA's threads, which may not call CUDA.
 struct GoneLeases {
@@ -67,6 +70,7 @@ DeviceHeap::~DeviceHeap() {
   if (on_device) {
     bool all_recorded = true;
     deferred_.insert(deferred_.end(), small_.begin(), small_.end());
+    deferred_.insert(deferred_.end(), alone_.begin(), alone_.end());
     deferred_.push_back({.block = {}, .streams = {comm_stream_->get()}, .lease = nullptr});
     for (const Use& use : std::exchange(deferred_, {}))
       all_recorded = wait_for_users(use.streams, {use.block}) != nullptr && all_recorded;
@@ -150,6 +154,7 @@ Block DeviceHeap::allocate(std::size_t bytes, Stream first_user) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (closed_) return {};
   if (Block block = reuse_in_capture(bytes, first_user)) return block;
+  if (Block block = reuse_alone(bytes, first_user)) return block;
   follow_freed(first_user, lock);
   if (num_unseen_ < kUnseenBlocks && bytes < kSmallBytes) {
     if (Block block = heap_->allocate(bytes)) return block;
@@ -164,7 +169,7 @@ Block DeviceHeap::allocate_largest(std::size_t max_bytes, Stream first_user) {
   if (closed_) return {};
   if (Block block = reuse_in_capture(max_bytes, first_user)) return block;
   follow_freed(first_user, lock);
-  if (num_unseen_ >= kUnseenBlocks) reclaim();
+  if (num_unseen_ >= kUnseenBlocks || !alone_.empty()) reclaim();
   return heap_->allocate_largest(max_bytes);
 }
 
@@ -207,6 +212,24 @@ Block DeviceHeap::reuse_in_capture(std::size_t bytes, Stream first_user) {
   dropped_bytes_ -= block.bytes;
   // Until own() it belongs to nobody but the lease; own() finds the lease again by the capture.
   return block;
+}
+
+// Its last use is in front of whatever comes on the stream.
+Block DeviceHeap::reuse_alone(std::size_t bytes, Stream first_user) {
+  const std::size_t wanted = layout::align_up(std::max<std::size_t>(bytes, 1), layout::kAlign);
+  const auto found = std::find_if(alone_.rbegin(), alone_.rend(), [&](const Use& use) {
+    return use.block.bytes == wanted && use.streams.front() == first_user;
+  });
+  if (found == alone_.rend() || capture_of(first_user).active || (has_failed_ && has_failed_())) return {};
+  const Block block = found->block;
+  alone_.erase(std::next(found).base());
+  dropped_bytes_ -= block.bytes;
+  return block;
+}
+
+void DeviceHeap::note_comm_work() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++num_comm_work_;
 }
 
 void DeviceHeap::shrink(Block& block, std::size_t bytes) {
@@ -288,14 +311,15 @@ void DeviceHeap::return_lease(const std::shared_ptr<Lease>& lease) {
   }
 }
 
-std::shared_ptr<void> DeviceHeap::own(const Block& block, Stream stream) {
+std::shared_ptr<void> DeviceHeap::own(const Block& block, Stream stream, bool alone) {
   if (!block) return std::make_shared<char>();
-  Use use{.block = block, .streams = {stream}, .lease = nullptr};
-  add_stream(use.streams, comm_stream_->get());
+  Use use{.block = block, .streams = {stream}, .lease = nullptr, .alone = alone};
+  if (!alone) add_stream(use.streams, comm_stream_->get());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    use.comm_work = num_comm_work_;
     use.lease = lease_for(stream);
-    if (!use.lease) use.lease = lease_for(comm_stream_->get());
+    if (!use.lease && !alone) use.lease = lease_for(comm_stream_->get());
     uses_.insert_or_assign(block.ptr, std::move(use));
   }
   return std::shared_ptr<void>(block.ptr, [self = shared_from_this(), ptr = block.ptr](void*) {
@@ -322,9 +346,16 @@ void DeviceHeap::drop(char* ptr) noexcept {
     if (owned == uses_.end()) return;
     Use use = std::move(owned->second);
     uses_.erase(owned);
+    if (use.alone && use.comm_work != num_comm_work_) add_stream(use.streams, comm_stream_->get());
     add_stream(use.streams, here);
     use.drop = ++num_drops_;
     dropped_bytes_ += use.block.bytes;
+    if (use.alone && !use.lease && use.streams.size() == 1) {
+      alone_.push_back(std::move(use));
+      if (alone_.size() <= kAloneBlocks) return;
+      use = std::move(alone_.front());
+      alone_.pop_front();
+    }
     if (!use.lease && use.block.bytes < kSmallBytes) {
       ++num_unseen_;
       small_.push_back(std::move(use));
@@ -401,12 +432,13 @@ std::shared_ptr<DeviceHeap::Dropped> DeviceHeap::wait_for_users(const std::vecto
 // Takes back what is done. Events of one stream complete in order, so a few looks find how many have.
 void DeviceHeap::reclaim() noexcept {
   num_unseen_ = 0;
-  if (waiting_.empty() && deferred_.empty() && small_.empty()) return;
+  if (waiting_.empty() && deferred_.empty() && small_.empty() && alone_.empty()) return;
   const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
   if (!on_device) return;
   const OutsideCapture outside_capture;
   try {
     drop_small();
+    for (Use& use : std::exchange(alone_, {})) drop_use(std::move(use));
     for (Use& use : std::exchange(deferred_, {})) drop_use(std::move(use));
   } catch (...) {  // as in drop()
   }

@@ -60,8 +60,11 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   void free(const Block& block);
 
   // Owner for a tensor in `block` that is handed out on `stream`. The last copy's end drops the block; in a forked
-  // child that does nothing.
-  std::shared_ptr<void> own(const Block& block, Stream stream);
+  // child that does nothing. With `alone` the comm stream is a user only if it gets work while the block is owned;
+  // dropped with `stream` as its only user, a block of the same size is handed out there again without a look at it.
+  std::shared_ptr<void> own(const Block& block, Stream stream, bool alone = false);
+  // The comm stream gets work that may use any block.
+  void note_comm_work();
   // Adds a user to the owned block that [ptr, ptr + bytes) lies in; false if there is none.
   bool record_stream(const void* ptr, Stream stream);
 
@@ -89,6 +92,8 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
     std::vector<Stream> streams;
     std::shared_ptr<Lease> lease;  // null outside captures
     std::uint64_t drop = 0;        // its number among those dropped
+    std::uint64_t comm_work = 0;   // handed out alone: num_comm_work_ at that time
+    bool alone = false;
   };
   struct Dropped {  // blocks that wait for the same events; none once they have been freed by the order of streams
     std::vector<Block> blocks;
@@ -108,6 +113,7 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
 
   std::shared_ptr<Lease> lease_for(Stream stream);
   Block reuse_in_capture(std::size_t bytes, Stream first_user);
+  Block reuse_alone(std::size_t bytes, Stream first_user);
   void drop(char* ptr) noexcept;
   void drop_use(Use use);
   std::shared_ptr<Dropped> wait_for_users(const std::vector<Stream>& streams, std::vector<Block> blocks);
@@ -130,6 +136,8 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   std::unordered_map<Stream, std::deque<Waiting>> waiting_;  // by stream, in the order of recording
   std::vector<Use> small_;                                   // dropped, small: events are recorded for many at a time
   std::vector<Large> large_;
+  std::deque<Use> alone_;  // dropped, of one user each
+  std::uint64_t num_comm_work_ = 0;
   std::uint64_t num_drops_ = 0;
   CUevent_st* freed_ = nullptr;       // on the comm stream, where free_behind() has last freed something
   std::vector<Stream> behind_freed_;  // other streams that wait for it

@@ -127,6 +127,7 @@ void DeviceWorld::take_message(int peer, ControlChannel::SegmentMessage& message
       entry.segments[at].reset();
       break;
     case kSaid: entry.said.push_back({message.id, {message.bytes, message.text}}); break;
+    case kSaidInCall: entry.said_in_call.push_back({message.id, {message.bytes, message.text}}); break;
     case kResetTo: entry.reset_to = {message.bytes, std::stoull(message.text), message.id}; break;
     case kResetReached: entry.reset_reached = message.bytes; break;
     case kDeparted:
@@ -246,19 +247,20 @@ bool DeviceWorld::shared(int segment) {
   return true;
 }
 
-void DeviceWorld::wait_until_shared(int segment, const char* phase) {
+void DeviceWorld::wait_until_shared(int segment, const char* phase, std::uint64_t without) {
   if (shared(segment)) return;
+  const auto matters = [&](int peer) { return peer != rank_ && (without >> peer & 1) == 0; };
   const auto first_missing = [&] {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (peer != rank_ && peers_[peer].mapped.count(segment) == 0) return peer;
+      if (matters(peer) && peers_[peer].mapped.count(segment) == 0) return peer;
     }
     return -1;
   };
   wait(phase, first_missing, [&](int) { return "expected that it maps segment " + std::to_string(segment); });
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_) continue;
+    if (!matters(peer)) continue;
     if (const std::string& failure = peers_[peer].mapped[segment]; !failure.empty()) throw BufferTooSmallError(failure);
   }
 }

@@ -78,8 +78,8 @@ class DeviceWorld {
   Block allocate_or_grow(std::size_t bytes, Stream first_user, std::string* reason);
   // True if every peer has mapped this rank's segment, which their attendants do soon.
   bool shared(int segment);
-  // Waits for that; throws BufferTooSmallError if some peer cannot.
-  void wait_until_shared(int segment, const char* phase);
+  // Waits for that; throws BufferTooSmallError if some peer cannot. Bits of `without`: peers that do not matter.
+  void wait_until_shared(int segment, const char* phase, std::uint64_t without = 0);
   // Throws what the attendant has met with.
   void check_attendant();
 
@@ -89,6 +89,15 @@ class DeviceWorld {
   };
   // Collective, between hosts alone: what every rank says, by rank.
   std::vector<Said> exchange(const char* phase, std::uint64_t value, const std::string& text);
+  // The same inside a call that perhaps not all ranks make: what belongs together has the same `id`, which grows from
+  // one exchange to the next, until a reset. `look(peer)` is called about every 20 ms for a peer that is missing, and
+  // may throw. Ranks of `*masked` take no part; with `mask_silent` those that do not come are added to it.
+  std::vector<Said> exchange_in_call(const char* phase, int id, std::uint64_t value, const std::string& text,
+                                     const std::function<void(int peer)>& look, std::uint64_t* masked,
+                                     bool mask_silent);
+  // What a peer has announced for the call that comes after those that this rank's kernels have done; false if nothing.
+  // None of them may be running.
+  bool announced(int peer, layout::Announce* record);
 
   // Collective, after a failure: ends this rank's kernels, agrees on a new epoch, and makes the state of all ranks as
   // new. Streams other than comm_stream() must not hold calls of this Buffer any more.
@@ -121,6 +130,7 @@ class DeviceWorld {
     std::vector<std::shared_ptr<Segment>> segments;  // by id, null until mapped
     std::map<int, std::string> mapped;               // my segments, and why it could not; empty: it has
     std::deque<std::pair<int, Said>> said;           // rounds of exchange() and what it says in them
+    std::deque<std::pair<int, Said>> said_in_call;   // the same by id
     struct Reset {
       std::uint64_t generation = 0, epoch = 0;
       int round = 0;
@@ -170,6 +180,7 @@ class DeviceWorld {
   char** table_ = nullptr;                                 // device
   char** table_mirror_ = nullptr;
   std::uint64_t* word_mirror_ = nullptr;  // pinned: lost peers, 1, the epoch read from the device
+  layout::Announce* announce_mirror_ = nullptr;
   std::uint64_t lost_peers_ = 0;
   std::exception_ptr attendant_failure_;
   std::unique_ptr<Attendant> attendant_;  // last: it uses all of the above

@@ -1,5 +1,6 @@
 // What the hosts of all ranks do together after construction: exchanges, growth, resets.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -38,6 +39,66 @@ std::vector<DeviceWorld::Said> DeviceWorld::exchange(const char* phase, std::uin
   for (int peer = 0; peer < num_ranks_; ++peer)
     all.push_back(peer == rank_ ? Said{value, text} : peers_[peer].said.front().second);
   return all;
+}
+
+std::vector<DeviceWorld::Said> DeviceWorld::exchange_in_call(const char* phase, int id, std::uint64_t value,
+                                                             const std::string& text,
+                                                             const std::function<void(int peer)>& look,
+                                                             std::uint64_t* masked, bool mask_silent) {
+  constexpr auto kLook = std::chrono::milliseconds(20);
+  send_all(kSaidInCall, id, value, text);
+  const auto takes_part = [&](int peer) { return peer != rank_ && (*masked >> peer & 1) == 0; };
+  const auto heard = [&](int peer) {
+    auto& said = peers_[peer].said_in_call;
+    while (!said.empty() && said.front().first < id) said.pop_front();
+    return !said.empty() && said.front().first == id;
+  };
+  auto last_look = std::chrono::steady_clock::now();
+  int blamed = -1;
+  const auto first_missing = [&] {
+    take_messages();
+    blamed = -1;
+    {
+      const std::lock_guard<std::recursive_mutex> lock(mutex_);
+      for (int peer = 0; peer < num_ranks_ && blamed < 0; ++peer)
+        if (takes_part(peer) && !heard(peer)) blamed = peer;
+    }
+    const auto now = std::chrono::steady_clock::now();
+    if (blamed < 0 || now - last_look < kLook) return blamed;
+    last_look = now;
+    look(blamed);
+    return blamed;
+  };
+  const auto describe = [&](int) { return std::string("expected its part of what all ranks do together here"); };
+  for (;;) {
+    try {
+      wait(phase, first_missing, describe);
+      break;
+    } catch (const TimeoutError&) {
+      if (!mask_silent) throw;
+    } catch (const PeerLostError&) {
+      if (!mask_silent) throw;
+    }
+    *masked |= std::uint64_t{1} << blamed;
+  }
+  std::vector<Said> all(static_cast<std::size_t>(num_ranks_));
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    if (peer == rank_) all[static_cast<std::size_t>(peer)] = {value, text};
+    if (takes_part(peer)) all[static_cast<std::size_t>(peer)] = peers_[peer].said_in_call.front().second;
+  }
+  return all;
+}
+
+bool DeviceWorld::announced(int peer, layout::Announce* record) {
+  char* const base = workspace_->base();
+  copy_from_device(&word_mirror_[kMirrorEpoch], &domain_.words.state(base).epoch, sizeof(std::uint64_t));
+  wait_copied();
+  const std::uint64_t next = layout::epoch_of(word_mirror_[kMirrorEpoch]) + 1;
+  copy_from_device(announce_mirror_, &domain_.words.announce(base, next, peer), sizeof(*record));
+  wait_copied();
+  *record = *announce_mirror_;
+  return record->epoch == next;
 }
 
 DeviceWorld::Growth DeviceWorld::run_round(const std::string& offer_failure) {
@@ -122,6 +183,10 @@ void DeviceWorld::reset() {
       wait_copied();
     }
     cleared_generation_ = target.generation;
+  }
+  {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    for (Peer& peer : peers_) peer.said_in_call.clear();
   }
   send_all(kResetReached, -1, target.generation, {});
   const auto first_missing = [&] {

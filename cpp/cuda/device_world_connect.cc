@@ -136,11 +136,14 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     prepare_kernels(device_);
     comm_stream_ = std::make_shared<OwnStream>(device_, true);
     copy_stream_ = std::make_shared<OwnStream>(device_, true);
-    words_ = std::make_shared<MappedWords>(device_, mirror_at + table_bytes + sizeof(std::uint64_t) * kNumMirrorWords);
+    const std::size_t announce_at =
+        layout::align_up(mirror_at + table_bytes + sizeof(std::uint64_t) * kNumMirrorWords, layout::kAlign);
+    words_ = std::make_shared<MappedWords>(device_, announce_at + sizeof(layout::Announce));
     workspace_ = DeviceSegment::create(device_, table_at + table_bytes, options_.memory);
     table_ = reinterpret_cast<char**>(workspace_->base() + table_at);
     table_mirror_ = reinterpret_cast<char**>(words_->host() + mirror_at);
     word_mirror_ = reinterpret_cast<std::uint64_t*>(words_->host() + mirror_at + table_bytes);
+    announce_mirror_ = reinterpret_cast<layout::Announce*>(words_->host() + announce_at);
     domain_.words = layout::DeviceLayout(num_ranks_);
     const OnDevice on_device(device_);
     check(driver().cuMemsetD8Async(to_device(workspace_->base()), 0, workspace_->bytes(),

@@ -13,6 +13,7 @@ enum MessageKind : std::uint32_t {
   kResetTo,       // value: generation; id: round; text: epoch; none of my kernels runs
   kResetReached,  // value: generation
   kDeparted,      // value 1: none of my kernels runs; text: what has failed me
+  kSaidInCall,    // id: of exchange_in_call(); value, text: what I say in it
 };
 
 // Indices of the pinned words.

@@ -186,7 +186,12 @@ struct LowLatencyCall {
   std::int64_t* wait_stats = nullptr;  // [R] nanoseconds waited for each peer are added, or null; with the second half
   std::int64_t max_tokens = 0;         // M
   int num_experts = 0;
-  int num_blocks = 0;  // most that may be used, at least 3
+  int num_blocks = 0;  // most that may be used: as many SMs, for blocks of one launch may not share one
+  bool early = false;  // the launch behind may start when this one does: for a rank that shares its GPU with no other
+  std::uint64_t live_ranks =
+      ~std::uint64_t{0};  // bits of the ranks that take part: nothing goes to the others, nothing
+                          // of theirs is waited for or summed; masked ranks are left out too
+  bool shrink = false;    // a rank that does not come within the deadline is masked; else that fails the Buffer
 };
 
 // Rows to the experts' ranks, each once a rank, and from there to packed blocks of M * R rows an expert, in the order
@@ -244,5 +249,10 @@ struct LowLatencyCombineArgs {
 };
 void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args, Stream stream);
 std::int64_t low_latency_slot_bytes(const DeviceDomain& domain, const LowLatencyCombineArgs& args);
+
+// This rank neither sends to the ranks of these bits nor waits for them any more, until a reset_state.
+void mask_ranks(const DeviceDomain& domain, std::uint64_t ranks, Stream stream);
+// [R] 1 for each masked rank, else 0.
+void query_masked(const DeviceDomain& domain, std::int32_t* status, Stream stream);
 
 }  // namespace deep_moe::kernels

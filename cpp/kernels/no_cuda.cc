@@ -46,4 +46,8 @@ std::int64_t low_latency_slot_bytes(const DeviceDomain&, const LowLatencyCombine
   unavailable("low_latency_slot_bytes");
 }
 
+void mask_ranks(const DeviceDomain&, std::uint64_t, Stream) { unavailable("mask_ranks"); }
+
+void query_masked(const DeviceDomain&, std::int32_t*, Stream) { unavailable("query_masked"); }
+
 }  // namespace deep_moe::kernels

@@ -41,6 +41,7 @@ struct LowLatencyState {
   std::uint64_t sent_epoch[kLowLatencySlots];  // last call that wrote the slot of its peers
   std::uint64_t done_epoch[kLowLatencySlots];  // last call whose rows in this rank's slot have been read
   std::uint64_t ready_epoch;                   // this call may write its slot without another look at its peers
+  std::uint64_t masked;                        // ranks, as bits, that are neither sent to nor waited for
   std::uint64_t trouble[kLowLatencySlots];     // last call in which some peer has made another call or refused
 };
 static_assert(sizeof(LowLatencyState) <= kLowLatencyStateBytes);

@@ -251,6 +251,7 @@ enum class HostRegion : int {
   kRankFit,     // u64[R]   PlaceFit
   kSourceRows,  // u64[R]   rows that this rank receives from each
   kExpertRows,  // u64[Lmax] entries for each of my experts, all sources
+  kMasked,      // u32[R]   low latency: 1 once this rank has masked that one
   kCount,
 };
 
@@ -264,6 +265,7 @@ inline constexpr std::size_t region_bytes(HostRegion region, int num_ranks) {
     case HostRegion::kRankFit:
     case HostRegion::kSourceRows: return word * static_cast<std::size_t>(num_ranks);
     case HostRegion::kExpertRows: return word * static_cast<std::size_t>(expert_count_stride(num_ranks));
+    case HostRegion::kMasked: return sizeof(std::uint32_t) * static_cast<std::size_t>(num_ranks);
     default: return 0;
   }
 }
@@ -299,6 +301,7 @@ class HostLayout {
   DM_HOST_DEVICE std::uint64_t* expert_rows(char* base) const {
     return at<std::uint64_t>(base, HostRegion::kExpertRows);
   }
+  DM_HOST_DEVICE std::uint32_t* masked(char* base) const { return at<std::uint32_t>(base, HostRegion::kMasked); }
 
  private:
   template <typename T>

@@ -15,11 +15,11 @@ namespace nb = nanobind;
 namespace deep_moe::python {
 namespace {
 
-// The receive half of a call. Keeps the tensors alive that it will read and write.
+// The receive half of a call, behind torch's current stream. Keeps the tensors alive that it will read and write.
 class Hook {
  public:
-  Hook(std::function<void()> receive, nb::object tensors)
-      : receive_(std::move(receive)), tensors_(std::move(tensors)) {}
+  Hook(std::function<void()> receive, nb::object tensors, int device)
+      : receive_(std::move(receive)), tensors_(std::move(tensors)), device_(device) {}
 
   // It may hold the last of a Buffer, whose end may wait.
   ~Hook() {
@@ -30,6 +30,7 @@ class Hook {
   Hook& operator=(const Hook&) = delete;
 
   void operator()() {
+    const CallStream stream(device_);
     without_gil([this] { receive_(); });
     tensors_.reset();
   }
@@ -37,19 +38,24 @@ class Hook {
  private:
   std::function<void()> receive_;
   nb::object tensors_;
+  int device_;
 };
-
-nb::object hook_or_none(std::function<void()> receive, nb::object tensors) {
-  if (!receive) return nb::none();
-  return nb::cast(Hook(std::move(receive), std::move(tensors)));
-}
 
 constexpr int kHandleItems = 5;
 constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (src_info)", "handle[1] (layout_range)",
                                                     "handle[2] (recv_pos)", "handle[3] (recv_weights)",
                                                     "handle[4] (meta)"};
 
+constexpr int kDeviceHandleItems = 2;
+constexpr const char* kDeviceHandleNames[kDeviceHandleItems] = {"handle[0] (words)", "handle[1] (meta)"};
+
 LowLatencyHandle handle_of(const BufferObject& self, nb::handle handle) {
+  if (self.device() != kCpuDevice) {
+    TensorView words, meta;
+    TensorView* const views[kDeviceHandleItems] = {&words, &meta};
+    self.handle_items(handle, kDeviceHandleNames, kDeviceHandleItems, views);
+    return low_latency_handle(words, meta, self.buffer().rank());
+  }
   LowLatencyHandle out;
   TensorView* const views[kHandleItems] = {&out.src_info, &out.layout_range, &out.recv_pos, &out.recv_weights,
                                            &out.meta};
@@ -57,7 +63,10 @@ LowLatencyHandle handle_of(const BufferObject& self, nb::handle handle) {
   return out;
 }
 
+// On GPUs all but meta as one tensor: each costs its microseconds.
 nb::object handle_to_torch(OwnedLowLatencyHandle handle) {
+  if (handle.words.defined())
+    return nb::make_tuple(to_torch(std::move(handle.words)), to_torch(std::move(handle.meta)));
   return nb::make_tuple(to_torch(std::move(handle.src_info)), to_torch(std::move(handle.layout_range)),
                         to_torch(std::move(handle.recv_pos)), to_torch(std::move(handle.recv_weights)),
                         to_torch(std::move(handle.meta)));
@@ -66,7 +75,7 @@ nb::object handle_to_torch(OwnedLowLatencyHandle handle) {
 nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle topk_idx, nb::handle max_tokens,
                                 nb::handle num_experts, nb::handle recv_stats, nb::handle wait_stats,
                                 nb::handle use_fp8, nb::handle round_scale, nb::handle use_ue8m0,
-                                nb::handle return_recv_hook, nb::handle topk_weights) {
+                                nb::handle return_recv_hook, nb::handle topk_weights, nb::handle async_finish) {
   LowLatencyDispatchArgs args;
   self.prepare("low_latency_dispatch", [&] {
     args.x = self.payload(x);
@@ -78,6 +87,7 @@ nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle top
     args.round_scale = to_bool(round_scale, "round_scale");
     args.use_ue8m0 = to_bool(use_ue8m0, "use_ue8m0");
     args.return_recv_hook = to_bool(return_recv_hook, "return_recv_hook");
+    args.async_finish = to_bool(async_finish, "async_finish");
     args.cumulative_local_expert_recv_stats = self.view(recv_stats, "cumulative_local_expert_recv_stats");
     args.wait_recv_cost_stats = self.view(wait_stats, "dispatch_wait_recv_cost_stats");
   });
@@ -88,15 +98,16 @@ nb::object low_latency_dispatch(BufferObject& self, nb::handle x, nb::handle top
   nb::object handle = handle_to_torch(std::move(result.handle));
   nb::object hook = nb::none();
   if (result.hook) {
-    hook = hook_or_none(std::move(result.hook),
-                        nb::make_tuple(x, topk_idx, topk_weights, recv_stats, wait_stats, recv_x, recv_count, handle));
+    hook = nb::cast(Hook(std::move(result.hook),
+                         nb::make_tuple(x, topk_idx, topk_weights, recv_stats, wait_stats, recv_x, recv_count, handle),
+                         self.device()));
   }
   return nb::make_tuple(std::move(recv_x), std::move(recv_count), std::move(handle), std::move(hook));
 }
 
 nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk_idx, nb::handle topk_weights,
                                nb::handle handle, nb::handle use_logfmt, nb::handle return_recv_hook, nb::handle out,
-                               nb::handle wait_stats) {
+                               nb::handle wait_stats, nb::handle async_finish) {
   LowLatencyCombineArgs args;
   self.prepare("low_latency_combine", [&] {
     args.x = self.required(x, "x");
@@ -105,6 +116,7 @@ nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk
     args.handle = handle_of(self, handle);
     args.use_logfmt = to_bool(use_logfmt, "use_logfmt");
     args.return_recv_hook = to_bool(return_recv_hook, "return_recv_hook");
+    args.async_finish = to_bool(async_finish, "async_finish");
     args.out = self.view(out, "out");
     args.wait_recv_cost_stats = self.view(wait_stats, "combine_wait_recv_cost_stats");
   });
@@ -112,8 +124,8 @@ nb::object low_latency_combine(BufferObject& self, nb::handle x, nb::handle topk
   nb::object combined = out.is_none() ? to_torch(std::move(result.combined_x)) : nb::borrow(out);
   nb::object hook = nb::none();
   if (result.hook) {
-    hook =
-        hook_or_none(std::move(result.hook), nb::make_tuple(x, topk_idx, topk_weights, handle, wait_stats, combined));
+    hook = nb::cast(Hook(std::move(result.hook),
+                         nb::make_tuple(x, topk_idx, topk_weights, handle, wait_stats, combined), self.device()));
   }
   return nb::make_tuple(std::move(combined), std::move(hook));
 }
@@ -171,20 +183,22 @@ void register_calls(nb::class_<BufferObject>& cls) {
   cls.def("low_latency_dispatch", low_latency_dispatch, nb::arg("x").none(), nb::arg("topk_idx").none(),
           nb::arg("max_tokens").none(), nb::arg("num_experts").none(), nb::arg("recv_stats").none(),
           nb::arg("wait_stats").none(), nb::arg("use_fp8"), nb::arg("round_scale").none(), nb::arg("use_ue8m0"),
-          nb::arg("return_recv_hook").none(), nb::arg("topk_weights").none(),
+          nb::arg("return_recv_hook").none(), nb::arg("topk_weights").none(), nb::arg("async_finish").none(),
           nb::sig("def low_latency_dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
                   "topk_idx: torch.Tensor, max_tokens: int, num_experts: int, recv_stats: torch.Tensor | None, "
                   "wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, "
-                  "return_recv_hook: bool, topk_weights: torch.Tensor | None) -> "
+                  "return_recv_hook: bool, topk_weights: torch.Tensor | None, async_finish: bool) -> "
                   "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, "
-                  "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Hook | None]"),
+                  "tuple[torch.Tensor, ...], Hook | None]"),
           "(recv_x, recv_count, handle, hook)");
   cls.def("low_latency_combine", low_latency_combine, nb::arg("x").none(), nb::arg("topk_idx").none(),
           nb::arg("topk_weights").none(), nb::arg("handle").none(), nb::arg("use_logfmt").none(),
           nb::arg("return_recv_hook").none(), nb::arg("out").none(), nb::arg("wait_stats").none(),
+          nb::arg("async_finish").none(),
           nb::sig("def low_latency_combine(self, x: torch.Tensor, topk_idx: torch.Tensor, "
                   "topk_weights: torch.Tensor, handle: tuple[torch.Tensor, ...], use_logfmt: bool, "
-                  "return_recv_hook: bool, out: torch.Tensor | None, wait_stats: torch.Tensor | None) -> "
+                  "return_recv_hook: bool, out: torch.Tensor | None, wait_stats: torch.Tensor | None, "
+                  "async_finish: bool) -> "
                   "tuple[torch.Tensor, Hook | None]"),
           "(combined_x, hook)");
 }

@@ -6,6 +6,7 @@
 #include "layout/experts.hpp"
 #include "layout/handle.hpp"
 #include "layout/hash.hpp"
+#include "layout/notify_words.hpp"
 #include "layout/rows.hpp"
 #include "runtime/validate.hpp"
 
@@ -196,6 +197,34 @@ layout::CallSignature signature(const LowLatencyCombineArgs& args) {
   if (!has_weights && args.return_recv_hook) signature.flags |= kFlagByExpert;
   if (args.use_logfmt) signature.flags |= kFlagLogfmt;
   return signature;
+}
+
+LowLatencyHandle low_latency_handle(const TensorView& words, const TensorView& meta, int rank) {
+  check_handle_tensor("meta", meta, DType::kInt64, {layout::kLowLatencyMetaSize});
+  const std::int64_t* const values = meta.as<std::int64_t>();
+  const std::int64_t ranks = values[layout::kLowMetaNumRanks], tokens = values[layout::kLowMetaMaxTokens];
+  const std::int64_t topk = values[layout::kLowMetaTopk], experts = values[layout::kLowMetaNumExperts];
+  const bool has_weights = values[layout::kLowMetaHasWeights] != 0;
+  if (ranks <= rank || ranks > layout::kMaxKernelRanks || tokens < 1 || tokens > layout::kMaxLowLatencyTokens ||
+      topk < 1 || topk > layout::kMaxTopk || experts < 1 || experts > layout::kMaxExperts)
+    throw_value("handle.meta", "numbers that no call has", "what low_latency_dispatch returned");
+  const std::int64_t local =
+      layout::ExpertBlocks(static_cast<int>(experts), static_cast<int>(ranks)).num_local_experts(rank);
+  const layout::LowLatencyHandleWords at(local, ranks, tokens, topk, has_weights);
+  check_handle_tensor("words", words, DType::kUInt8, {static_cast<std::int64_t>(at.total)});
+  const auto part = [&](std::size_t offset, DType dtype, std::initializer_list<std::int64_t> shape) {
+    TensorView view = TensorView::contiguous(words.as<char>() + offset, dtype, shape);
+    view.device = words.device;
+    return view;
+  };
+  LowLatencyHandle handle;
+  handle.src_info = part(at.src_info, DType::kInt32, {local, ranks * tokens});
+  handle.layout_range = part(at.layout_range, DType::kInt64, {local, ranks});
+  handle.recv_pos = part(at.recv_pos, DType::kInt32, {ranks, tokens + 1, topk});
+  handle.recv_weights = has_weights ? part(at.recv_weights, DType::kFloat32, {ranks, tokens, topk})
+                                    : part(at.total, DType::kFloat32, {0});
+  handle.meta = meta;
+  return handle;
 }
 
 std::int64_t hash_ids(const TensorView& topk_idx) {

@@ -24,6 +24,7 @@ enum LowLatencyFlag : std::int64_t {
 };
 inline constexpr int kFlagSlotShift = 8;        // two bits: the slot
 inline constexpr int kFlagScaleTypeShift = 12;  // DType of opaque scales
+inline constexpr int kFlagStagingShift = 32;    // on GPUs: how often the staging has been made
 
 inline constexpr int kMaxInFlight = layout::kLowLatencySlots - 1;  // calls whose hooks are still to be called
 

@@ -141,10 +141,10 @@ class Buffer:
     def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], topk_weights: torch.Tensor | None, bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, out: torch.Tensor | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(combined_x, combined_topk_weights)"""
 
-    def low_latency_dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], topk_idx: torch.Tensor, max_tokens: int, num_experts: int, recv_stats: torch.Tensor | None, wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, return_recv_hook: bool, topk_weights: torch.Tensor | None) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Hook | None]:
+    def low_latency_dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], topk_idx: torch.Tensor, max_tokens: int, num_experts: int, recv_stats: torch.Tensor | None, wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, return_recv_hook: bool, topk_weights: torch.Tensor | None, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple[torch.Tensor, ...], Hook | None]:
         """(recv_x, recv_count, handle, hook)"""
 
-    def low_latency_combine(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple[torch.Tensor, ...], use_logfmt: bool, return_recv_hook: bool, out: torch.Tensor | None, wait_stats: torch.Tensor | None) -> tuple[torch.Tensor, Hook | None]:
+    def low_latency_combine(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple[torch.Tensor, ...], use_logfmt: bool, return_recv_hook: bool, out: torch.Tensor | None, wait_stats: torch.Tensor | None, async_finish: bool) -> tuple[torch.Tensor, Hook | None]:
         """(combined_x, hook)"""
 
     def low_latency_combine_input(self, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:

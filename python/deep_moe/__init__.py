@@ -24,7 +24,7 @@ from .errors import (
     UnavailableError,
 )
 from .events import EventHandle, EventOverlap
-from .handles import DispatchHandle, LowLatencyHandle
+from .handles import DeviceLowLatencyHandle, DispatchHandle, LowLatencyHandle
 
 __all__ = [
     "Buffer",
@@ -33,6 +33,7 @@ __all__ = [
     "Config",
     "DeepMoeTimeoutError",
     "DestroyedError",
+    "DeviceLowLatencyHandle",
     "DispatchHandle",
     "Error",
     "EventHandle",

@@ -8,8 +8,8 @@ import torch
 
 from ._base import BufferBase, Payload
 from .config import check_low_latency
-from .events import EventHandle, EventOverlap
-from .handles import LowLatencyHandle
+from .events import EventOverlap
+from .handles import DeviceLowLatencyHandle, LowLatencyHandle
 
 __all__ = ["LowLatencyCalls"]
 
@@ -32,11 +32,20 @@ class LowLatencyCalls(BufferBase):
         return_recv_hook: bool = False,
         *,
         topk_weights: torch.Tensor | None = None,
-    ) -> tuple[Payload, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[
+        Payload,
+        torch.Tensor,
+        LowLatencyHandle | DeviceLowLatencyHandle,
+        EventOverlap,
+        Callable[[], None] | None,
+    ]:
         """Sends each token to the experts it has chosen, packed by local expert. Collective.
 
         R ranks, T tokens of this rank, H hidden, E experts, K top-k, L local experts, M the cap on T. All
-        tensors are on the Buffer's device. The call uses the current stream.
+        tensors are on the Buffer's device. On a GPU the call and its hook run on the stream that is current
+        where they are called, and return at once; with ``async_finish`` the call runs on the comm stream.
+        What goes wrong in its kernels is raised by a later call, which is made all the same, or by
+        :meth:`check`.
 
         Args:
             x: ``[T, H]`` bfloat16, float16 or float32; or ``(data [T, H], scales [T, S])`` of any element
@@ -89,9 +98,18 @@ class LowLatencyCalls(BufferBase):
             use_ue8m0,
             return_recv_hook,
             topk_weights,
+            async_finish,
         )
-        made = LowLatencyHandle._make(handle)
-        return recv_x, recv_count, made, self._low_latency_event(async_finish), hook
+        event = self._event(
+            async_finish,
+            x,
+            topk_idx,
+            topk_weights,
+            cumulative_local_expert_recv_stats,
+            dispatch_wait_recv_cost_stats,
+        )
+        made = LowLatencyHandle if self._comm_stream is None else DeviceLowLatencyHandle
+        return recv_x, recv_count, made._make(handle), event, hook
 
     def low_latency_combine(
         self,
@@ -136,16 +154,18 @@ class LowLatencyCalls(BufferBase):
                     "pass one of the two"
                 )
         combined_x, hook = self.runtime.low_latency_combine(
-            x, topk_idx, topk_weights, handle, use_logfmt, return_recv_hook, out, combine_wait_recv_cost_stats
+            x,
+            topk_idx,
+            topk_weights,
+            handle,
+            use_logfmt,
+            return_recv_hook,
+            out,
+            combine_wait_recv_cost_stats,
+            async_finish,
         )
-        return combined_x, self._low_latency_event(async_finish), hook
-
-    def _low_latency_event(self, async_finish: bool) -> EventOverlap:
-        """These calls run on the current stream: an event there covers them, and the memory that they use."""
-        if not async_finish:
-            return EventOverlap()
-        on_gpu = self._comm_stream is not None
-        return EventOverlap(EventHandle.on(torch.cuda.current_stream(self.device) if on_gpu else None))
+        event = self._event(async_finish, x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
+        return combined_x, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """A tensor for the experts' outputs, to be passed to :meth:`low_latency_combine` with
@@ -174,9 +194,10 @@ class LowLatencyCalls(BufferBase):
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank (``mask=True``), so that it is neither sent to nor waited for; or unmasks.
 
-        Masking is local. Unmasking is collective over all ranks, the masked ones included: all of them call
-        it (or :meth:`low_latency_clean_mask_buffer`), it waits for all of them, and afterwards nobody is
-        masked. Needs ``enable_shrink=True``.
+        Masking is local; on a GPU it holds from here on in the order of the current stream. Unmasking is
+        collective over all ranks, the masked ones included: all of them call it (or
+        :meth:`low_latency_clean_mask_buffer`), it waits for all of them, and afterwards nobody is masked; on
+        a GPU it is a :meth:`reset`, which calls in flight do not survive. Needs ``enable_shrink=True``.
 
         Raises:
             ValueError: no such other rank, or the Buffer was made without ``enable_shrink``.

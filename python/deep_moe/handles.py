@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DispatchHandle", "LowLatencyHandle"]
+__all__ = ["DeviceLowLatencyHandle", "DispatchHandle", "LowLatencyHandle"]
 
 
 class DispatchHandle(NamedTuple):
@@ -31,7 +31,7 @@ class DispatchHandle(NamedTuple):
 
 
 class LowLatencyHandle(NamedTuple):
-    """Of the low-latency mode. R ranks, L local experts, M the cap on tokens a rank, K top-k."""
+    """Of the low-latency mode on the CPU. R ranks, L local experts, M the cap on tokens a rank, K top-k."""
 
     src_info: Tensor
     """[L, R * M] int32: each packed row's token index at its source."""
@@ -43,3 +43,12 @@ class LowLatencyHandle(NamedTuple):
     """[R, M, K] float32: the weights given to the dispatch, or empty."""
     meta: Tensor
     """[12] int64: sizes of the call."""
+
+
+class DeviceLowLatencyHandle(NamedTuple):
+    """Of the low-latency mode on a GPU: the same in one tensor, and how many tokens each source has."""
+
+    words: Tensor
+    """[bytes] uint8."""
+    meta: Tensor
+    """[12] int64: sizes of the call; on the CPU."""

@@ -93,6 +93,25 @@ def high_throughput(case: Case) -> Program:
     )
 
 
+def low_latency(case: Case) -> Program:
+    """Rows as they are and as fp8; with and without hooks; summed before the link and behind it."""
+    given, cap = case.inputs(), max(*case.tokens, 1)
+    fp8 = case.payload == "plain" and case.hidden % 128 == 0
+    ue8m0 = case.payload == "plain" and case.hidden % 512 == 0
+    return Program(
+        [
+            LowLatencyDispatch(given, cap),
+            LowLatencyCombine(0),
+            LowLatencyDispatch(given, cap + 3, use_fp8=fp8, hook="now"),
+            LowLatencyCombine(2, seed=1, hook="late"),
+            LowLatencyDispatch(
+                given, cap, use_fp8=fp8, round_scale=fp8, use_ue8m0=ue8m0, weights=True, hook="late"
+            ),
+            LowLatencyCombine(4, seed=2, hook="now", out=True),
+        ]
+    )
+
+
 @pytest.mark.parametrize("case", HIGH_THROUGHPUT, ids=str)
 def test_high_throughput(case: Case, form: str) -> None:
     run(high_throughput(case), case.ranks, form)
@@ -100,21 +119,7 @@ def test_high_throughput(case: Case, form: str) -> None:
 
 @pytest.mark.parametrize("case", LOW_LATENCY, ids=str)
 def test_low_latency(case: Case, form: str) -> None:
-    """Rows as they are and as fp8; with and without hooks; summed before the link and behind it."""
-    given, cap = case.inputs(), max(*case.tokens, 1)
-    fp8 = case.payload == "plain" and case.hidden % 128 == 0
-    ue8m0 = case.payload == "plain" and case.hidden % 512 == 0
-    calls = [
-        LowLatencyDispatch(given, cap),
-        LowLatencyCombine(0),
-        LowLatencyDispatch(given, cap + 3, use_fp8=fp8, hook="now"),
-        LowLatencyCombine(2, seed=1, hook="late"),
-        LowLatencyDispatch(
-            given, cap, use_fp8=fp8, round_scale=fp8, use_ue8m0=ue8m0, weights=True, hook="late"
-        ),
-        LowLatencyCombine(4, seed=2, hook="now", out=True),
-    ]
-    run(Program(calls), case.ranks, form)
+    run(low_latency(case), case.ranks, form)
 
 
 def test_z2_with_no_tokens_returns_at_once(form: str) -> None:

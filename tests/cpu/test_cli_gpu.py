@@ -75,7 +75,7 @@ def test_what_these_gpus_cannot_give(given: dict[str, Any], gpus: int, text: str
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"device": "cuda", "mode": "ll"}, "mode: got ll; on GPUs this version has the high-throughput"),
+        ({"device": "cuda", "mode": "ll", "compare": "nccl"}, "compare: nccl is compared with the HT mode"),
         ({"device": "cuda", "compare": "gloo"}, "compare: gloo is for the CPU"),
         ({"compare": "nccl"}, "compare: nccl needs several GPUs; on the CPU: gloo"),
         ({"graph": True}, "graph: it needs GPUs"),
@@ -180,6 +180,10 @@ def of_ranks() -> list[dict[str, Any]]:
             ],
             "overlap": [],
             "host_cost": [cost("C++", 2, dispatch)],
+            "low_latency": [
+                low_latency(driver, tokens, dispatch) for driver in ("graph", "Python") for tokens in (1, 128)
+            ],
+            "hook_overlap": [],
         }
 
     results = [rank([120.0, 100.0, 110.0]), rank([100.0, 125.0, 124.0])]
@@ -194,8 +198,15 @@ def of_ranks() -> list[dict[str, Any]]:
             "dispatched_tokens": 32768,
         }
     ]
+    between = {"alone": [100.0, 100.0], "dispatch": [101.0, 103.0], "combine": [101.0, 101.0]}
+    results[0]["hook_overlap"] = [{"gemm": (8192, 8192, 2048), "tokens": 128, "us": between}]
     results[0]["host_cost"].insert(0, cost("Python", 1, [50.0, 60.0, 55.0]))
     return results
+
+
+def low_latency(driver: str, tokens: int, us: list[float]) -> dict[str, Any]:
+    times = {"device_us": us, "issue_us": [time / 4 for time in us], "wall_us": [time + 1 for time in us]}
+    return {"call": "pair, V1 calls", "payload": "fp8", "driver": driver, "tokens": tokens, **times}
 
 
 def cost(driver: str, ranks: int, us: list[float]) -> dict[str, Any]:
@@ -258,6 +269,9 @@ def test_gpu_report_is_printed() -> None:
     assert "a GEMM of 8192 x 8192 x 2048 takes 103.0 us beside the dispatch" in text
     assert "+3.0 % (aim: at most 5 %)" in text
     assert ["pair", "Python", "1", "1", "55.0"] in lines
+    assert ["pair,", "V1", "calls", "fp8", "graph", "124.0", "124.0"] in lines
+    assert ["pair,", "V1", "calls", "fp8", "Python", "125.0", "125.0", "31.0"] in lines
+    assert "takes 100.0 us alone, 102.0 us between a dispatch of 128 tokens and its hook (+2.0 %)" in text
 
 
 def test_gpus_without_a_copy_engine_have_no_limit() -> None:

@@ -19,12 +19,20 @@ from deep_moe.reference import combine as sum_rows
 
 from ..support.attempts import attempt, good_program
 from ..support.compare import same_values
+from ..support.device import on_cpu, where
 from ..support.inputs import Case
 from ..support.program import check, execute
 from ..support.ranks import PipeComm, run_ranks
 
 CASE = Case("consumer", (12, 9), hidden=512, experts=8, topk=4)
 GIVEN = CASE.inputs()
+
+
+def inputs_of(buffer: deep_moe.Buffer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's rows, ids and weights, on the Buffer's device."""
+    mine = GIVEN.x[buffer.rank], GIVEN.topk_idx[buffer.rank], GIVEN.topk_weights[buffer.rank]
+    x, idx, weights = (where(buffer, one) for one in mine)
+    return x, idx, weights
 
 
 def identity_sum(rank: int) -> torch.Tensor:
@@ -130,7 +138,7 @@ def test_vllm_low_latency(form: str) -> None:
             comm=comm,
         )
         assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).numel() == size
-        x, idx, weights = GIVEN.x[rank], GIVEN.topk_idx[rank], GIVEN.topk_weights[rank]
+        x, idx, weights = inputs_of(buffer)
         (rows, scales), count, handle, _, hook = buffer.low_latency_dispatch(
             x,
             idx,
@@ -143,10 +151,10 @@ def test_vllm_low_latency(form: str) -> None:
             return_recv_hook=True,
         )
         hook()
-        mask = torch.full((2,), 7, dtype=torch.int32)
+        mask = torch.full((2,), 7, dtype=torch.int32, device=buffer.device)
         buffer.low_latency_query_mask_buffer(mask)
         output = torch.empty_like(x)
-        y = reference.dequantize(rows, scales.contiguous()).to(x.dtype)
+        y = where(buffer, reference.dequantize(on_cpu(rows), on_cpu(scales).contiguous()).to(x.dtype))
         _, _, hook = buffer.low_latency_combine(
             y,
             idx,
@@ -190,7 +198,7 @@ def test_sglang(form: str) -> None:
         rdma = max(deep_moe.Buffer.get_low_latency_rdma_size_hint(16, 512, 2, 8), rdma)
         buffer = deep_moe.Buffer(None, nvl, rdma, low_latency_mode=True, num_qps_per_rank=10, comm=comm)
         assert buffer.group_size == 2 and buffer.low_latency_mode and deep_moe.Buffer.num_sms > 0
-        x, idx, weights = GIVEN.x[rank], GIVEN.topk_idx[rank], GIVEN.topk_weights[rank]
+        x, idx, weights = inputs_of(buffer)
         results = []
         for _ in range(2):
             layout = buffer.get_dispatch_layout(idx, 8, previous_event=deep_moe.Buffer.capture())

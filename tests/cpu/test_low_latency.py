@@ -13,6 +13,7 @@ from deep_moe import reference
 
 from ..support.attempts import attempt, good_program
 from ..support.compare import one_rounding, same_bits, same_values, within
+from ..support.device import where
 from ..support.inputs import Case
 from ..support.low_latency import (
     LOGFMT_RELATIVE_ERROR,
@@ -28,11 +29,22 @@ GIVEN = CASE.inputs()
 THREE = Case("three", (6, 8, 5), hidden=256, experts=9)
 
 
+def inputs_of(buffer: deep_moe.Buffer, given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's rows, ids and weights, on the Buffer's device."""
+    mine = given.x[buffer.rank], given.topk_idx[buffer.rank], given.topk_weights[buffer.rank]
+    x, idx, weights = (where(buffer, one) for one in mine)
+    return x, idx, weights
+
+
+def wait_for_calls(buffer: deep_moe.Buffer) -> None:
+    """Until the calls so far are over; on the CPU they are."""
+    if buffer.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
 def send(buffer: deep_moe.Buffer, given: Any, **options: Any) -> Any:
-    rank = buffer.rank
-    return buffer.low_latency_dispatch(
-        given.x[rank], given.topk_idx[rank], 12, given.experts, use_fp8=False, **options
-    )
+    x, idx, _ = inputs_of(buffer, given)
+    return buffer.low_latency_dispatch(x, idx, 12, given.experts, use_fp8=False, **options)
 
 
 # ---- hooks ----
@@ -44,16 +56,11 @@ def test_send_half_does_not_wait_for_a_late_peer(form: str) -> None:
         execute(good_program(), rank, [buffer])  # the staging is there from now on
         seconds = []
         first = send(buffer, GIVEN)
+        _, idx, weights = inputs_of(buffer, GIVEN)
         comm.allgather(None)
         for call in (
             lambda: send(buffer, GIVEN, return_recv_hook=True),
-            lambda: buffer.low_latency_combine(
-                first[0],
-                GIVEN.topk_idx[rank],
-                GIVEN.topk_weights[rank],
-                first[2],
-                return_recv_hook=True,
-            ),
+            lambda: buffer.low_latency_combine(first[0], idx, weights, first[2], return_recv_hook=True),
         ):
             if rank == 1:
                 time.sleep(0.6)
@@ -89,14 +96,15 @@ def test_combine_is_deferred_while_the_next_dispatch_is_sent(form: str) -> None:
 def test_inputs_may_change_between_the_call_and_its_hook(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
-        x, idx, weights = GIVEN.x[rank].clone(), GIVEN.topk_idx[rank].clone(), GIVEN.topk_weights[rank]
+        x, idx, weights = (one.clone() for one in inputs_of(buffer, GIVEN))
+        same_idx = idx.clone()
         low = buffer.low_latency_dispatch(x, idx, 12, 8, use_fp8=False, return_recv_hook=True)
         x.fill_(float("nan"))
         idx.fill_(-1)
         low[4]()
         y = low[0].clone()
         rows = packed(y, low[1])
-        back = buffer.low_latency_combine(y, GIVEN.topk_idx[rank], weights, low[2], return_recv_hook=True)
+        back = buffer.low_latency_combine(y, same_idx, weights, low[2], return_recv_hook=True)
         y.fill_(float("nan"))
         back[2]()
         return rows, low[1], back[0]
@@ -114,7 +122,7 @@ def test_handle_may_come_back_as_a_plain_tuple(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         low = send(buffer, GIVEN)
-        idx, weights = GIVEN.topk_idx[rank], GIVEN.topk_weights[rank]
+        _, idx, weights = inputs_of(buffer, GIVEN)
         first = buffer.low_latency_combine(low[0], idx, weights, low[2])[0]
         return torch.equal(first, buffer.low_latency_combine(low[0], idx, weights, tuple(low[2]))[0])
 
@@ -126,8 +134,9 @@ def test_waits_are_charged_to_the_rank_waited_for(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         execute(good_program(), rank, [buffer])
-        costs = [torch.full((2,), 5, dtype=torch.int64) for _ in range(2)]
+        costs = [where(buffer, torch.full((2,), 5, dtype=torch.int64)) for _ in range(2)]
         low = send(buffer, GIVEN)
+        _, idx, weights = inputs_of(buffer, GIVEN)
         for which in range(2):
             comm.allgather(None)
             if rank == 1:
@@ -135,10 +144,10 @@ def test_waits_are_charged_to_the_rank_waited_for(form: str) -> None:
             if which == 0:
                 low = send(buffer, GIVEN, dispatch_wait_recv_cost_stats=costs[0])
             else:
-                idx, weights = GIVEN.topk_idx[rank], GIVEN.topk_weights[rank]
                 buffer.low_latency_combine(
                     low[0], idx, weights, low[2], combine_wait_recv_cost_stats=costs[1]
                 )
+            wait_for_calls(buffer)
         return costs
 
     early, late = run_ranks(rank_main, 2, form=form)
@@ -151,37 +160,39 @@ def test_waits_are_charged_to_the_rank_waited_for(form: str) -> None:
 # ---- masks of ranks ----
 MASKS = {
     "update": lambda buffer: buffer.low_latency_update_mask_buffer(1, True),
-    "query": lambda buffer: buffer.low_latency_query_mask_buffer(torch.zeros(2, dtype=torch.int32)),
+    "query": lambda buffer: buffer.low_latency_query_mask_buffer(
+        torch.zeros(2, dtype=torch.int32, device=buffer.device)
+    ),
     "clean": lambda buffer: buffer.low_latency_clean_mask_buffer(),
 }
 
 
 @pytest.mark.parametrize("call", MASKS)
-def test_masks_need_enable_shrink(call: str) -> None:
+def test_masks_need_enable_shrink(call: str, form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         return attempt(lambda: MASKS[call](buffer))
 
-    for tried in run_ranks(rank_main, 2):
+    for tried in run_ranks(rank_main, 2, form=form):
         tried.must_be(ValueError, "enable_shrink")
 
 
 def masked_exchange(buffer: deep_moe.Buffer, given: Any) -> Any:
     low = send(buffer, given)
-    idx, weights = given.topk_idx[buffer.rank], given.topk_weights[buffer.rank]
+    _, idx, weights = inputs_of(buffer, given)
     combined = buffer.low_latency_combine(low[0], idx, weights, low[2])[0]
-    mask = torch.full((3,), 9, dtype=torch.int32)
+    mask = torch.full((3,), 9, dtype=torch.int32, device=buffer.device)
     buffer.low_latency_query_mask_buffer(mask)
     return packed(low[0], low[1]), low[1], combined, mask.tolist()
 
 
-def check_masked(results: list[Any], masked: set[int]) -> None:
+def check_masked(results: list[Any], masked: set[int], pre_reduced: bool = True) -> None:
     """The rows of masked ranks are missing, and so is their part of the sums."""
     given = THREE.inputs()
     received = reference.low_latency_dispatch(given.x, given.topk_idx, 12, 9, use_fp8=False, masked=masked)
     y = [one.x for one in received if isinstance(one.x, torch.Tensor)]
     sums = reference.low_latency_combine(
-        y, given.topk_idx, given.topk_weights, 9, pre_reduced=True, masked=masked
+        y, given.topk_idx, given.topk_weights, 9, pre_reduced=pre_reduced, masked=masked
     )
     for rank in sorted({0, 1, 2} - masked):
         rows, count, combined, mask = results[rank]
@@ -268,7 +279,7 @@ def test_zero_copy_input_is_an_ordinary_tensor(form: str) -> None:
         one = buffer.get_next_low_latency_combine_buffer(low[2])
         form = tuple(one.shape), one.dtype
         one.copy_(low[0])
-        idx, weights = GIVEN.topk_idx[rank], GIVEN.topk_weights[rank]
+        _, idx, weights = inputs_of(buffer, GIVEN)
         sums = [
             buffer.low_latency_combine(one, idx, weights, low[2], zero_copy=True)[0],
             buffer.low_latency_combine(low[0], idx, weights, low[2])[0],

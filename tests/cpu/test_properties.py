@@ -25,6 +25,7 @@ from ..support.ranks import FORMS
 Draw = Any
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PATHS = ("v1", "fused", "layout only")
+WAYS = ("plain", "plain", "logfmt", "zero copy")  # how a low-latency combine takes its rows
 
 
 @st.composite
@@ -122,7 +123,9 @@ def high_throughput_programs(
 
 
 @st.composite
-def low_latency_calls(draw: Draw, ranks: int, at: int, buffer: int = 0) -> list[Call]:
+def low_latency_calls(
+    draw: Draw, ranks: int, at: int, buffer: int = 0, ways: Sequence[str] = WAYS
+) -> list[Call]:
     """A dispatch and one or two combines that answer it."""
     case = draw(cases(ranks, most_tokens=12, low_latency=True))
     plain = case.payload == "plain"
@@ -139,7 +142,7 @@ def low_latency_calls(draw: Draw, ranks: int, at: int, buffer: int = 0) -> list[
     )
     calls: list[Call] = [dispatch]
     for _ in range(draw(st.integers(1, 2))):
-        copying = draw(st.sampled_from(["plain", "plain", "logfmt", "zero copy"]))
+        copying = draw(st.sampled_from(ways))
         calls.append(
             LowLatencyCombine(
                 at,
@@ -155,7 +158,13 @@ def low_latency_calls(draw: Draw, ranks: int, at: int, buffer: int = 0) -> list[
 
 
 @st.composite
-def mixed_programs(draw: Draw, ranks: int, buffers: int = 1) -> Program:
+def mixed_programs(
+    draw: Draw,
+    ranks: int,
+    buffers: int = 1,
+    ways: Sequence[str] = WAYS,
+    options: st.SearchStrategy[BufferOptions] = buffer_options,
+) -> Program:
     """Low-latency exchanges with changing M, H and E, hooks pending or not, and the other mode in between."""
     calls: list[Call] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -164,9 +173,9 @@ def mixed_programs(draw: Draw, ranks: int, buffers: int = 1) -> Program:
             weights = dispatch.path != "layout only"
             calls += [dispatch, Combine(len(calls), weights=weights, buffer=dispatch.buffer)]
         else:
-            calls += draw(low_latency_calls(ranks, len(calls), draw(st.integers(0, buffers - 1))))
+            calls += draw(low_latency_calls(ranks, len(calls), draw(st.integers(0, buffers - 1)), ways))
     newest_first = draw(st.booleans())
-    return Program(calls, [draw(buffer_options) for _ in range(buffers)], newest_first)
+    return Program(calls, [draw(options) for _ in range(buffers)], newest_first)
 
 
 ranks_and_form = st.tuples(st.sampled_from([1, 2, 2, 3, 4, 5, 6]), st.sampled_from(FORMS))

@@ -11,24 +11,34 @@ import pytest
 import torch
 
 from ..cpu import test_cases_round_trip as on_cpus
-from ..cpu.test_cases_round_trip import HIGH_THROUGHPUT, high_throughput, two
+from ..cpu.test_cases_round_trip import (
+    HIGH_THROUGHPUT,
+    LOW_LATENCY,
+    high_throughput,
+    low_latency,
+    two,
+)
 from ..support.gpu import VECTOR, World
 from ..support.high_throughput import Combine, Dispatch
 from ..support.inputs import Case
-from ..support.program import BufferOptions, Program, run
+from ..support.low_latency import LowLatencyCombine, LowLatencyDispatch
+from ..support.program import Call, Program, run
 
 pytestmark = pytest.mark.gpus(1)
 
 PATHS = ["v1", "fused", "layout only"]
 THREADS = "gpu thread"
 
+
 # Ranks that are processes take turns of milliseconds: of each kind of row one.
-IN_PROCESSES = [
-    case
-    for case in HIGH_THROUGHPUT
-    if case.name.split("-")[0] in ("Z1", "Z2", "Z3", "Z4", "M1", "M2", "M4", "M5", "U1", "D2", "W3")
-    or case.name in ("K1-topk32", "H1-hidden2880", "H1-fp8-hidden6144", "E1-60-experts-8-ranks")
-]
+def some(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if is_one_of_some(case)]
+
+
+def is_one_of_some(case: Case) -> bool:
+    kinds = ("Z1", "Z2", "Z3", "Z4", "M1", "M2", "M4", "M5", "U1", "D2", "W3")
+    names = ("K1-topk32", "H1-hidden2880", "H1-fp8-hidden6144", "E1-60-experts-8-ranks")
+    return case.name.split("-")[0] in kinds or case.name in names
 
 
 @pytest.mark.parametrize("case", HIGH_THROUGHPUT, ids=str)
@@ -36,7 +46,7 @@ def test_threads(case: Case) -> None:
     run(high_throughput(case), case.ranks, THREADS)
 
 
-@pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
+@pytest.mark.parametrize("case", some(HIGH_THROUGHPUT), ids=str)
 def test_processes(case: Case) -> None:
     run(high_throughput(case), case.ranks, "gpu process")
 
@@ -47,9 +57,20 @@ def test_without_the_copy_engine(case: Case) -> None:
     World("thread", case.ranks, VECTOR).run_program(high_throughput(case))
 
 
+@pytest.mark.parametrize("case", LOW_LATENCY, ids=str)
+def test_low_latency(case: Case) -> None:
+    run(low_latency(case), case.ranks, THREADS)
+
+
+@pytest.mark.parametrize("case", some(LOW_LATENCY), ids=str)
+def test_low_latency_in_processes(case: Case) -> None:
+    run(low_latency(case), case.ranks, "gpu process")
+
+
 def test_z2_with_no_tokens_returns_at_once(form: str) -> None:
     case = two(name="Z2", tokens=(0, 0))
-    program = Program([Dispatch(case.inputs()), Combine(0)])
+    given = case.inputs()
+    program = Program([Dispatch(given), Combine(0), LowLatencyDispatch(given, 8), LowLatencyCombine(2)])
     run(program, 2, form)  # the ranks are there from now on
     started = time.monotonic()
     run(program, 2, form)
@@ -59,12 +80,14 @@ def test_z2_with_no_tokens_returns_at_once(form: str) -> None:
 def test_m1_sums_are_zero_on_memory_that_was_used(form: str) -> None:
     """Rows of an earlier exchange lie in the heap when nothing is selected."""
     full, none = two(name="full"), two(name="none", routing="none")
-    calls = []
+    calls: list[Call] = []
     for case in (full, none, full, none):
-        calls += [Dispatch(case.inputs(), path="fused"), Combine(len(calls))]
+        at = len(calls)
+        calls += [Dispatch(case.inputs(), path="fused"), Combine(at), LowLatencyDispatch(case.inputs(), 33)]
+        calls += [LowLatencyCombine(at + 2, hook="now")]
     results = run(Program(calls), 2, form)
     for rank, tokens in enumerate(none.tokens):
-        for call in (3, 7):
+        for call in (5, 7, 13, 15):
             assert torch.equal(results[rank][call]["x"], torch.zeros(tokens, 512, dtype=torch.bfloat16))
 
 
@@ -75,10 +98,12 @@ def test_m4_weights_of_a_repeated_expert_are_both_kept(path: str, form: str) -> 
 
 def test_m5_rows_that_go_nowhere_cost_nothing(form: str) -> None:
     given = two(name="M5", tokens=(64, 64), routing="half").inputs()
-    results = run(Program([Dispatch(given, path="fused")]), 2, form)
+    results = run(Program([Dispatch(given, path="fused"), LowLatencyDispatch(given, 64)]), 2, form)
     for rank in range(2):
         reached = sum(int(((idx >= 8 * rank) & (idx < 8 * rank + 8)).any(1).sum()) for idx in given.topk_idx)
         assert len(results[rank][0]["x"]) == reached <= 64
+        entries = sum(int(((idx >= 8 * rank) & (idx < 8 * rank + 8)).sum()) for idx in given.topk_idx)
+        assert int(results[rank][1]["count"].sum()) == entries
 
 
 def test_u1_sizes_change_on_one_buffer() -> None:
@@ -86,18 +111,7 @@ def test_u1_sizes_change_on_one_buffer() -> None:
 
 
 def test_b3_two_buffers_are_independent(form: str) -> None:
-    one, other = two(name="one").inputs(), two(name="other", tokens=(5, 40), hidden=1024, experts=10).inputs()
-    calls = [
-        Dispatch(one, buffer=0),
-        Dispatch(other, buffer=1),
-        Combine(1, buffer=1),
-        Combine(0, buffer=0),
-        Dispatch(other, buffer=1),
-        Dispatch(one, buffer=0),
-        Combine(4, buffer=1),
-        Combine(5, buffer=0),
-    ]
-    run(Program(calls, [BufferOptions(), BufferOptions(1 << 20)]), 2, form)
+    on_cpus.test_b3_two_buffers_are_independent(form)
 
 
 @pytest.mark.parametrize("path", PATHS[:2])

@@ -13,8 +13,8 @@ import torch
 
 import deep_moe
 
-from ..cpu.test_cases_refused import HT, HT_BACK, REFUSALS, good_arguments
-from ..support.attempts import attempt, good_high_throughput, words
+from ..cpu.test_cases_refused import HT, REFUSALS, good_arguments
+from ..support.attempts import attempt, good_high_throughput, good_program, words
 from ..support.gpu import World, on_gpu
 from ..support.inputs import Case, random_rows, rng
 from ..support.program import check, execute
@@ -22,11 +22,7 @@ from ..support.program import check, execute
 pytestmark = pytest.mark.gpus(1)
 
 TWO = World("thread", 2)
-MINE = {
-    refusal.name: refusal
-    for refusal in REFUSALS
-    if refusal.call in (HT, HT_BACK) and refusal.name != "handle-of-other-mode"
-}
+MINE = {refusal.name: refusal for refusal in REFUSALS if refusal.name != "handle-of-other-mode"}
 
 
 def job_refusal(comm: Any, rank: int, name: str) -> Any:
@@ -46,7 +42,7 @@ def job_refusal(comm: Any, rank: int, name: str) -> Any:
         torch.cuda.current_stream().synchronize()
         buffer.check()
 
-    return attempt(call), execute(good_high_throughput(), rank, [buffer])
+    return attempt(call), execute(good_program(), rank, [buffer])
 
 
 @pytest.mark.parametrize("name", MINE)
@@ -60,7 +56,7 @@ def test_e2_bad_call_then_good_one(name: str) -> None:
         first.must_be(deep_moe.PeerRefusedError, r"rank 1\b")
         assert str(second.error)[:60] in str(first.error), f"{second.error!r} is not told in {first.error!r}"
     assert max(first.seconds, second.seconds) < 5.0, "refused only after a wait"
-    check(good_high_throughput(), [good0, good1])
+    check(good_program(), [good0, good1])
 
 
 def job_one_refuses(comm: Any, rank: int, _: Any) -> Any:

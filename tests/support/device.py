@@ -78,22 +78,27 @@ def on_its_stream(function: Callable[[Any, int], Any], form: str) -> Callable[[A
     return rank_main
 
 
+LOOKED_AT = ("get_dispatch_layout", "dispatch", "combine")  # waited for: the program may look at the results
+LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine")
+
+
 class OnDevice:
-    """A Buffer on a GPU whose high-throughput calls take CPU tensors: copies of them travel."""
+    """A Buffer on a GPU whose calls take CPU tensors: copies of them travel."""
 
     def __init__(self, buffer: deep_moe.Buffer) -> None:
         self._buffer = buffer
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._buffer, name)
-        if name not in ("get_dispatch_layout", "dispatch", "combine"):
+        if name not in LOOKED_AT + LOW_LATENCY:
             return member
 
         def call(*arguments: Any, **named: Any) -> Any:
             given = [on_gpu(argument) for argument in arguments]
             result = member(*given, **{key: on_gpu(argument) for key, argument in named.items()})
-            torch.cuda.current_stream().synchronize()  # the program may look at it
-            self._buffer.check()  # what went wrong comes up in the same call on all ranks
+            if name in LOOKED_AT:
+                torch.cuda.current_stream().synchronize()
+                self._buffer.check()  # what went wrong comes up in the same call on all ranks
             return result
 
         return call

@@ -12,6 +12,7 @@ from torch import Tensor
 from deep_moe import reference
 
 from .compare import one_rounding, same_bits, same_values, within
+from .device import on_cpu, where
 from .inputs import Inputs, random_rows, rng
 from .program import Call, Here, packed
 
@@ -35,11 +36,12 @@ class LowLatencyDispatch(Call):
         return replace(self, inputs=self.inputs.only(rank))
 
     def run(self, here: Here) -> Any:
-        given, rank = self.inputs, here.rank
+        given, rank, buffer = self.inputs, here.rank, here.buffers[self.buffer]
         here.make_room()
         local = len(reference.experts_of(rank, here.num_ranks, given.experts))
-        stats, costs = torch.ones(local, dtype=torch.int32), torch.zeros(here.num_ranks, dtype=torch.int64)
-        result = here.buffers[self.buffer].low_latency_dispatch(
+        stats = where(buffer, torch.ones(local, dtype=torch.int32))
+        costs = where(buffer, torch.zeros(here.num_ranks, dtype=torch.int64))
+        result = buffer.low_latency_dispatch(
             given.x[rank],
             given.topk_idx[rank],
             self.cap,
@@ -64,7 +66,7 @@ class LowLatencyDispatch(Call):
         stats, costs, (x, count, _, event, _) = kept
         parts = x if isinstance(x, tuple) else (x,)
         return {
-            "x": [packed(part, count) for part in parts],
+            "x": [packed(on_cpu(part), on_cpu(count)) for part in parts],
             "shapes": [(part.dtype, tuple(part.shape)) for part in parts],
             "strides": [part.stride() for part in parts],
             "count": count,
@@ -130,11 +132,14 @@ class LowLatencyCombine(Call):
         here.make_room()
         x, count, handle, _, _ = here.kept[self.of][2]
         data = x if isinstance(x, Tensor) else x[0]
-        y = self.rows(here.rank, count, (*data.shape[:2], given.hidden), given.dtype)
+        y = self.rows(here.rank, on_cpu(count), (*data.shape[:2], given.hidden), given.dtype)
+        y = where(buffer, y)
         if self.zero_copy:
             y = buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
         idx, weights = given.topk_idx[here.rank], given.topk_weights[here.rank]
-        out = torch.full((len(idx), given.hidden), float("nan"), dtype=given.dtype) if self.out else None
+        out = None
+        if self.out:
+            out = where(buffer, torch.full((len(idx), given.hidden), float("nan"), dtype=given.dtype))
         result = buffer.low_latency_combine(
             y,
             idx,

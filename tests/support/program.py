@@ -157,5 +157,5 @@ def check(program: Program, results: Sequence[Sequence[dict[str, Any]]]) -> None
 
 def packed(blocks: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """The used rows of all expert blocks, one below the other."""
-    used = torch.arange(blocks.shape[1]).unsqueeze(0) < count.unsqueeze(1)
+    used = torch.arange(blocks.shape[1], device=blocks.device).unsqueeze(0) < count.unsqueeze(1)
     return blocks[used]

@@ -114,15 +114,19 @@ struct CombineResult {
 struct LowLatencyHandle {
   TensorView src_info;      // [L, R * M] i32, source token of each packed row
   TensorView layout_range;  // [L, R] i64, begin << 32 | count
-  TensorView recv_pos;      // [R, M, K] i32, packed row l * R * M + p of (source, row, k), or -1
+  TensorView recv_pos;      // [R, M, K] i32, packed row l * R * M + p of (source, row, k), or -1; on GPUs [R, M + 1, K]
   TensorView recv_weights;  // [R, M, K] f32, or [0]: the weights given at dispatch
   TensorView meta;          // [12] i64, see layout/handle.hpp
 };
 
 struct OwnedLowLatencyHandle {
   Tensor src_info, layout_range, recv_pos, recv_weights, meta;
+  Tensor words;  // GPUs: [bytes] u8, the memory of all of them but meta
   LowLatencyHandle view() const;
 };
+
+// GPUs: the handle whose `words` and `meta` these are; throws ArgumentError if they cannot be.
+LowLatencyHandle low_latency_handle(const TensorView& words, const TensorView& meta, int rank);
 
 struct LowLatencyDispatchArgs {
   Payload x;                // [T, H]; with scales: opaque, no cast
@@ -136,11 +140,14 @@ struct LowLatencyDispatchArgs {
   bool return_recv_hook = false;
   TensorView cumulative_local_expert_recv_stats;  // [L] i32, or undefined
   TensorView wait_recv_cost_stats;                // [R] i64 nanoseconds, or undefined
+  bool async_finish = false;                      // GPUs, without a hook: as in StreamOptions
 };
 
 // Tensors are complete once the call (or its hook) has returned. With a hook, the statistics tensors must stay valid
 // until the hook has been called or destroyed: a later call that needs the slot may fill them. x, ids and weights are
-// read in the call alone.
+// read in the call alone. GPUs: calls and hooks run on the caller's current stream, which has them behind it, and
+// return at once; with `async_finish` on the comm stream. What goes wrong in their kernels is thrown by a later call,
+// which is made all the same, or by check().
 struct LowLatencyDispatchResult {
   OwnedPayload recv_x;  // [L, R*M, H]; scales [L, R*M, H/128] (or H/512), last two dims column-major
   Tensor recv_count;    // [L] i32
@@ -157,6 +164,7 @@ struct LowLatencyCombineArgs {
   bool return_recv_hook = false;
   TensorView out;                   // [T, H], or undefined
   TensorView wait_recv_cost_stats;  // [R] i64 nanoseconds, or undefined
+  bool async_finish = false;        // as for dispatch
 };
 
 // With a hook, `out` and the statistics must stay valid until the hook has been called or destroyed.
@@ -194,9 +202,10 @@ class Buffer {
   void clean_low_latency_buffer(std::int64_t num_max_dispatch_tokens_per_rank, std::int64_t hidden,
                                 std::int64_t num_experts);
   // Need enable_shrink. Masking is local; unmasking (masked = false, or clean_mask) is collective over all ranks, the
-  // masked ones included, and unmasks all of them.
+  // masked ones included, and unmasks all of them. GPUs: masking and queries take effect in the order of the caller's
+  // current stream, unmasking is a reset() of the Buffer, and a reset unmasks.
   void update_mask(int rank, bool masked);
-  void query_mask(std::int32_t* status) const;  // [R], 1 = masked
+  void query_mask(std::int32_t* status) const;  // [R] on the Buffer's device, 1 = masked
   void clean_mask();
 
   // A tensor in the heap: as input of combine it is read in place by the peers.

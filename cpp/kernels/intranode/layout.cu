@@ -69,6 +69,7 @@ void prepare() {
   prepare_combine();
   prepare_low_latency_dispatch();
   prepare_low_latency_combine();
+  prepare_low_latency_masks();
   code_version[current_device()] = loaded_code_version();
 }
 

@@ -9,6 +9,7 @@
 #include "kernels/intranode/launch.hpp"
 #include "kernels/intranode/notify.cuh"
 #include "kernels/protocol/cuda_check.hpp"
+#include "layout/low_latency_words.hpp"
 
 namespace deep_moe::kernels {
 namespace {
@@ -48,11 +49,14 @@ __global__ void __launch_bounds__(layout::kMaxKernelRanks)
   const WaitScope scope{domain, ptx::ld_relaxed_gpu(&state.epoch) + 1};
   if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) return;
 
-  announce(scope, peer, refusal.signature, refusal.hash, 0, layout::Place{}, layout::Place{},
-           layout::CallStatus::kRefused, refusal.reason, refusal.num_reason_bytes);
+  const auto& low = *reinterpret_cast<const layout::LowLatencyState*>(domain.words.low_latency_state(scope.mine()));
+  const bool is_live = (ptx::ld_relaxed_gpu(&low.masked) >> peer & 1) == 0;
+  if (is_live)
+    announce(scope, peer, refusal.signature, refusal.hash, 0, layout::Place{}, layout::Place{},
+             layout::CallStatus::kRefused, refusal.reason, refusal.num_reason_bytes);
 
   bool ok = true;
-  if (scope.epoch + 2 > state.reset_epoch + layout::kAnnounceDepth) {
+  if (is_live && scope.epoch + 2 > state.reset_epoch + layout::kAnnounceDepth) {
     const std::uint64_t heard = scope.epoch + 2 - layout::kAnnounceDepth;  // who announces it has ended all before it
     const layout::Announce& record = domain.words.announce(scope.mine(), heard, peer);
     std::uint64_t seen;

@@ -1,193 +1,211 @@
-// Low-latency combine, as parts: sums of a holder, sums of an owner, what both have to know of a token. README.md
-// beside this file has the words and the order among them; comments name its steps.
+// Low-latency combine, as parts: rows that a rank holds for a token, sums of rows. README.md beside this file has the
+// words and the order among them; comments name its steps.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/low_latency/call.cuh"
 #include "kernels/low_latency/cast.cuh"
-#include "layout/experts.hpp"
 
 namespace deep_moe::kernels {
 
 // The arguments, and what the host derives from them.
 struct LowLatencyCombineParams {
+  LowLatencyHot hot;
   LowLatencyCombineArgs args;
   layout::LowLatencyCombineSlot slot;
+  ExpertRanks expert_ranks;
+  Divisor by_parts, by_owners;
   std::int64_t row_bytes = 0;
+  int num_vectors = 0;  // of a row
+  int num_parts = 1;  // of a row
   int x_alignment = 16;
   int out_alignment = 16;
+  int num_carriers = 0;          // warps of a block that carry rows
+  bool is_dense = false;         // expert blocks follow each other without a gap
+  bool early = false;            // the next launch may start at once
 };
-
-// One row of a sum: where it lies (in x, or the entry of topk_idx by which it travels) and its weight.
-struct Term {
-  std::int64_t at;
-  float weight;
-  std::int32_t holder;
-};
-
-// Shared memory of a block: the terms of a chunk of tokens.
-struct CombineChunk {
-  static constexpr int kTokens = LowLatencyTuning::kThreads / 32;  // a warp looks one up
-  Term* terms;                                                     // [tokens][K]
-  __device__ explicit CombineChunk(char* base) : terms(reinterpret_cast<Term*>(base)) {}
-  static std::size_t bytes(int topk) { return sizeof(Term) * static_cast<std::size_t>(kTokens * topk); }
-};
-
-// What a warp needs to make terms of K entries.
-struct alignas(16) EntryBuffer {
-  std::int32_t keys[layout::kMaxTopk];  // entries alike have the same one; -1: none
-  float weights[layout::kMaxTopk + layout::kFloatsPerUnit];
-};
-
-// Terms of the distinct keys, by (rank, entry), each with the sum of the weights of its entries. With kOneRank by entry
-// alone. Entry k lies in lane k % 32, and if there are more than one a lane, in `entries` as well. The whole warp;
-// returns the number of terms.
-template <bool kOneRank, typename Rank, typename Place>
-__device__ __forceinline__ int make_terms(const std::int32_t (&keys)[2], const float (&weights)[2],
-                                          const EntryBuffer& entries, int topk, Term* terms, Rank rank_of,
-                                          Place place_of) {
-  const std::uint32_t below = (1u << lane_id()) - 1;
-  bool first[2];
-  std::uint64_t firsts = 0;
-  std::uint32_t alike = __match_any_sync(0xffffffffu, keys[0]);
-  first[0] = keys[0] >= 0 && (alike & below) == 0;
-  firsts = __ballot_sync(0xffffffffu, first[0]);
-  first[1] = false;
-  if (topk > 32) {
-    const std::uint32_t upper = __match_any_sync(0xffffffffu, keys[1]);
-    first[1] = keys[1] >= 0 && (upper & below) == 0;
-#pragma unroll 1
-    for (int k = 0; k < 32; ++k) first[1] = first[1] && entries.keys[k] != keys[1];
-    firsts |= static_cast<std::uint64_t>(__ballot_sync(0xffffffffu, first[1])) << 32;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (!first[i]) continue;
-    const int k = lane_id() + 32 * i;
-    float weight = __fadd_rn(0.0f, weights[i]);
-    if (topk > 32 || (alike & ~below) != (1u << lane_id())) {
-#pragma unroll 1
-      for (int other = k + 1; other < topk; ++other)
-        if (entries.keys[other] == keys[i]) weight = __fadd_rn(weight, entries.weights[other]);
-    }
-    const int rank = rank_of(keys[i]);
-    int before = 0;
-    if (kOneRank) {
-      before = __popcll(firsts & ((std::uint64_t{1} << k) - 1));
-    } else {
-#pragma unroll 1
-      for (std::uint64_t rest = firsts; rest != 0; rest &= rest - 1) {
-        const int other = __ffsll(static_cast<long long>(rest)) - 1, other_rank = rank_of(entries.keys[other]);
-        before += other_rank < rank || (other_rank == rank && other < k) ? 1 : 0;
-      }
-    }
-    terms[before] = {place_of(keys[i], k), weight, rank};
-  }
-  return __popcll(firsts);
-}
 
 // Sums of what a lane has of a tile.
-template <typename T>
+template <typename T, class Width>
 struct LaneSums {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));  // numbers of a vector
-  float total[layout::kLaneVectors][kWidth] = {};
+  float total[Width::kVectors][kWidth] = {};
 
   // Two roundings a number, as the CPU does it.
-  __device__ __forceinline__ void add(float weight, const LaneVectors& vectors) {
+  __device__ __forceinline__ void add(float weight, const LaneVectors<Width>& vectors) {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
         total[j][i] = __fadd_rn(total[j][i], __fmul_rn(weight, number<T>(vectors.v[j], i)));
   }
-  __device__ __forceinline__ void add(const LaneVectors& vectors) {
+  __device__ __forceinline__ void add(const LaneVectors<Width>& vectors) {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) total[j][i] = __fadd_rn(total[j][i], number<T>(vectors.v[j], i));
   }
-  __device__ __forceinline__ LaneVectors rounded() const {
+  __device__ __forceinline__ LaneVectors<Width> rounded() const {
     constexpr int kPerWord = Numbers<T>::kPerWord;
-    LaneVectors vectors;
+    LaneVectors<Width> vectors;
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
       vectors.v[j] = make_uint4(Numbers<T>::put(total[j]), Numbers<T>::put(total[j] + kPerWord),
                                 Numbers<T>::put(total[j] + 2 * kPerWord), Numbers<T>::put(total[j] + 3 * kPerWord));
     return vectors;
   }
 };
 
-__device__ __forceinline__ void load_vectors(const char* row, const LaneTile& tile, LaneVectors* vectors) {
+template <class Width>
+__device__ __forceinline__ void load_vectors(const char* row, const LaneTile<Width>& tile,
+                                             LaneVectors<Width>* vectors) {
 #pragma unroll
-  for (int j = 0; j < layout::kLaneVectors; ++j)
-    if (tile.has_vector(j)) vectors->v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
-}
-__device__ __forceinline__ void load_vectors(const char* row, const LaneTile& tile, int alignment,
-                                             LaneVectors* vectors) {
-#pragma unroll
-  for (int j = 0; j < layout::kLaneVectors; ++j)
-    if (tile.has_vector(j)) vectors->v[j] = load_16_unaligned(row + tile.vector_offset(j), alignment);
+  for (int j = 0; j < Width::kVectors; ++j)
+    if (tile.has_vector(j)) vectors->v[j] = ptx::ld_fresh_16(row + tile.vector_offset(j));
 }
 
-// A tile of the weighted sum of rows of x, in fp32, in the order of the terms.
-template <typename T>
-__device__ __forceinline__ LaneVectors sum_local_rows(const LowLatencyCombineParams& params, const Term* terms,
-                                                      int num_terms, const LaneTile& tile) {
-  constexpr int kBatch = LowLatencyTuning::kRowsInFlight;
-  const char* x = static_cast<const char*>(params.args.x);
-  LaneSums<T> sums;
-#pragma unroll 1
-  for (int first = 0; first < num_terms; first += kBatch) {
-    LaneVectors vectors[kBatch];
-    if (params.x_alignment == 16) {
-#pragma unroll
-      for (int n = 0; n < kBatch; ++n)
-        if (first + n < num_terms) load_vectors(x + terms[first + n].at, tile, &vectors[n]);
-    } else {
-#pragma unroll
-      for (int n = 0; n < kBatch; ++n)
-        if (first + n < num_terms) load_vectors(x + terms[first + n].at, tile, params.x_alignment, &vectors[n]);
+// H2. Rows that this rank holds for half of a token's entries: where this lane's lies and its weight; entries alike have
+// one row, at the first of them, with the sum of their weights.
+struct HeldRow {
+  std::int32_t position = -1;
+  float weight = 0;  // where the dispatch has brought it
+
+  // Where the first half's lies; to be worked out before the launch in front has ended.
+  struct Address {
+    const std::int32_t* position;
+    const float* weight;
+    __device__ __forceinline__ Address(const LowLatencyCombineArgs& args, int owner, int token) {
+      const std::uint32_t item = static_cast<std::uint32_t>(owner) * static_cast<std::uint32_t>(args.call.max_tokens) +
+                                 static_cast<std::uint32_t>(token);
+      const std::uint32_t topk = static_cast<std::uint32_t>(args.ids.topk);
+      position = args.recv_pos + (static_cast<std::uint64_t>(item + static_cast<std::uint32_t>(owner)) * topk +
+                                  static_cast<std::uint32_t>(lane_id()));
+      weight = args.by_expert || args.recv_weights == nullptr
+                   ? nullptr
+                   : args.recv_weights + (static_cast<std::uint64_t>(item) * topk + static_cast<std::uint32_t>(lane_id()));
     }
-#pragma unroll
-    for (int n = 0; n < kBatch; ++n)
-      if (first + n < num_terms) sums.add(terms[first + n].weight, vectors[n]);
+  };
+  // Nothing that is loaded is waited for.
+  __device__ __forceinline__ void load(const Address& at, int topk, int half) {
+    position = -1, weight = 0;
+    if (entry_of_lane(half) >= topk) return;
+    position = ptx::ld_fresh(at.position + half * kHalf);
+    if (at.weight != nullptr) weight = ptx::ld_fresh(at.weight + half * kHalf);
   }
-  return sums.rounded();
-}
-
-// Offset in x of a packed row.
-struct PackedRows {
-  std::int64_t expert_stride, row_stride;
-  std::int32_t expert_rows;
-  __device__ std::int64_t offset(std::int32_t position) const {
-    const std::int32_t expert = position / expert_rows;
-    return expert * expert_stride + (position - expert * expert_rows) * row_stride;
-  }
+  __device__ __forceinline__ std::uint32_t entries() const { return __ballot_sync(0xffffffffu, position >= 0); }
 };
 
-// A tile of rows that peers send, several asked for at a time: row n of `count` lies at address(n), comes from
-// holder(n) and is given to take(n, vectors) in order; one that skip(n) is not waited for. False: leave.
-template <typename Address, typename Holder, typename Skip, typename Take>
-__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile& tile, int count, Address address,
-                                           Holder holder, Skip skip, Take take) {
-  constexpr int kBatch = LowLatencyTuning::kRowsAwaited;
+// Offset in x of this lane's row.
+__device__ __forceinline__ std::int64_t row_offset(const LowLatencyCombineParams& params, std::int32_t position,
+                                                   int num_ranks) {
+  const LowLatencyCombineArgs& args = params.args;
+  if (params.is_dense)
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(position)) *
+                                     static_cast<std::uint32_t>(args.row_stride));
+  const std::int32_t expert_rows = static_cast<std::int32_t>(args.call.max_tokens) * num_ranks;
+  const std::int32_t expert = position / expert_rows;
+  return expert * args.expert_stride + (position - expert * expert_rows) * args.row_stride;
+}
+
+// Rows on their way, past the registers: of a lane that has three vectors of each.
+struct RowBuffer {
+  static constexpr int kRows = LowLatencyTuning::kRowsInFlight;
+  uint4 vectors[kRows][layout::kLaneVectors][32];
+};
+
+// Calls take(lane, tile's vectors) for the rows of the lanes in `entries` in their order, several of them loaded at a
+// time.
+template <class Width, typename Take>
+__device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& params, RowBuffer* buffer,
+                                             std::int64_t offset, std::uint32_t entries, const LaneTile<Width>& tile,
+                                             Take take) {
+  constexpr int kBatch = RowBuffer::kRows;
+  const char* x = static_cast<const char*>(params.args.x) + tile.vector_offset(0);
+  if (!Width::kPlain && params.x_alignment != 16) {
 #pragma unroll 1
-  for (int first = 0; first < count; first += kBatch) {
-    LaneUnits units[kBatch];
+    for (; entries != 0; entries &= entries - 1) {
+      const int k = __ffs(static_cast<int>(entries)) - 1;
+      const char* row = x + __shfl_sync(0xffffffffu, offset, k);
+      LaneVectors<Width> vectors;
 #pragma unroll
-    for (int n = 0; n < kBatch; ++n)
-      if (first + n < count && !skip(first + n)) tile.load_units(address(first + n), &units[n]);
+      for (int j = 0; j < Width::kVectors; ++j)
+        if (tile.has_vector(j)) vectors.v[j] = load_fresh_16_anywhere(row + 32 * 16 * j);
+      take(k, vectors);
+    }
+    return;
+  }
+#pragma unroll 1
+  while (entries != 0) {
+    LaneVectors<Width> vectors[Width::kVectors == 1 ? kBatch : 1];
+    int entry[kBatch];
+    const char* row[kBatch];
 #pragma unroll
     for (int n = 0; n < kBatch; ++n) {
-      if (first + n >= count) break;
-      if (!skip(first + n) &&
-          !await_units(scope, layout::WaitPhase::kUnits, holder(first + n), address(first + n), tile, &units[n]))
-        return false;
-      take(first + n, to_vectors(units[n]));
+      entry[n] = __ffs(static_cast<int>(entries)) - 1;
+      entries &= entries - 1;
+      row[n] = x + __shfl_sync(0xffffffffu, offset, entry[n] & 31);
+    }
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      if (entry[n] < 0) continue;
+#pragma unroll
+      for (int j = 0; j < Width::kVectors; ++j) {
+        if (!tile.has_vector(j)) continue;
+        if constexpr (Width::kVectors == 1)
+          vectors[n].v[j] = ptx::ld_fresh_16(row[n] + 32 * 16 * j);
+        else
+          ptx::cp_async_16(&buffer->vectors[n][j][lane_id()], row[n] + 32 * 16 * j);
+      }
+    }
+    if constexpr (Width::kVectors > 1) ptx::cp_async_wait_all();
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      if (entry[n] < 0) continue;
+      if constexpr (Width::kVectors == 1) {
+        take(entry[n], vectors[n]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < Width::kVectors; ++j) vectors[0].v[j] = buffer->vectors[n][j][lane_id()];
+        take(entry[n], vectors[0]);
+      }
     }
   }
-  return true;
 }
+
+// Adds what a lane has of a tile of a token's rows here, weighted, in the order of the entries.
+template <typename T, class Width>
+__device__ __forceinline__ void add_held(const LowLatencyCombineParams& params, RowBuffer* buffer,
+                                         const HeldRow& held, std::uint32_t entries, int num_ranks, const LaneTile<Width>& tile,
+                                         LaneSums<T, Width>* sums) {
+  for_each_row(params, buffer, row_offset(params, held.position, num_ranks), entries, tile,
+               [&](int k, const LaneVectors<Width>& vectors) {
+                 sums->add(__shfl_sync(0xffffffffu, held.weight, k), vectors);
+               });
+}
+
+// Tokens of each owner, as the dispatch has left them: of rank r and r + 32 in lane r.
+struct TokenCounts {
+  std::int32_t count[2] = {};
+
+  __device__ __forceinline__ static const std::int32_t* address(const LowLatencyCombineArgs& args) {
+    return args.recv_pos + (static_cast<std::int64_t>(lane_id()) * (args.call.max_tokens + 1) + args.call.max_tokens) *
+                               args.ids.topk;
+  }
+  __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, const std::int32_t* address, int num_ranks) {
+    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = ptx::ld_fresh(address);
+    if (num_ranks > 32 && lane_id() + 32 < num_ranks && (args.call.live_ranks >> (lane_id() + 32) & 1) != 0)
+      count[1] = ptx::ld_fresh(address + 32 * (args.call.max_tokens + 1) * args.ids.topk);
+  }
+  // None of ranks that do not take part.
+  __device__ __forceinline__ void leave_out_masked(const LowLatencyRun& run) {
+    if (!run.is_live(lane_id())) count[0] = 0;
+    if (!run.is_live(lane_id() + 32)) count[1] = 0;
+  }
+  __device__ __forceinline__ int most() const { return __reduce_max_sync(0xffffffffu, max(count[0], count[1])); }
+  __device__ __forceinline__ int of(int rank) const {
+    return __shfl_sync(0xffffffffu, rank < 32 ? count[0] : count[1], rank % 32);
+  }
+};
 
 }  // namespace deep_moe::kernels

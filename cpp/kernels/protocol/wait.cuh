@@ -9,11 +9,23 @@
 
 namespace deep_moe::kernels {
 
+// In shared memory: the first wait of a block that has failed, to be reported when the block leaves.
+struct WaitFailure {
+  std::uint32_t claimed;  // 0 at the start of the launch
+  std::uint32_t thread;   // whose wait it was
+  layout::KernelErrorKind kind;
+  layout::WaitPhase phase;
+  int peer;
+  std::uint64_t expected, seen;
+};
+
 // Who waits: the same for every wait of a launch.
 struct WaitScope {
   const DeviceDomain& domain;
   std::uint64_t epoch;
   const std::uint64_t* trouble = nullptr;  // low latency: holds the epoch once a peer is known to make another call
+  WaitFailure* failure = nullptr;          // for wait_in_line
+  std::uint64_t* masked = nullptr;         // low latency: ranks that are not waited for; who does not come is added
 
   __device__ bool in_trouble() const { return trouble != nullptr && ptx::ld_relaxed_gpu(trouble) == epoch; }
   __device__ char* mine() const { return domain.workspaces[domain.rank]; }
@@ -37,6 +49,17 @@ __device__ void report_error(const WaitScope& scope, layout::KernelErrorKind kin
   record.num_reason_bytes = 0;
   fill(record);
   ptx::st_release_sys(&record.kind, static_cast<std::uint32_t>(kind));
+}
+
+// Where ranks may be masked, this one from now on, for this rank's kernels and its host. False: it may not.
+static __device__ __noinline__ bool mask_rank(const DeviceDomain& domain, std::uint64_t* masked, int peer) {
+  if (masked == nullptr || peer == domain.rank) return false;
+  ptx::atom_or_relaxed_gpu(masked, std::uint64_t{1} << peer);
+  ptx::st_release_sys(&domain.host_words.masked(domain.host)[peer], 1u);
+  return true;
+}
+__device__ __forceinline__ bool is_masked(const std::uint64_t* masked, int peer) {
+  return masked != nullptr && (ptx::ld_relaxed_gpu(masked) >> peer & 1) != 0;
 }
 
 // What a wait does now and then: looks at the clock, at the other blocks, at what the host knows of the peer. Returns
@@ -86,6 +109,50 @@ __device__ __forceinline__ bool wait_until(const WaitScope& scope, layout::WaitP
     start = look_up_from_wait(scope.domain, scope.epoch, scope.trouble, phase, peer, expected, *value, start);
     if (start == kGiveUp) return false;
   }
+}
+
+// The same for waits amid many registers in use, and true as well once the peer is masked, so that what was loaded has
+// to be looked at where that may be: it looks around in line, and leaves the report for report_failure, for
+// what is in use across a call of a function goes through memory.
+template <typename Load, typename Ready>
+__device__ __forceinline__ bool wait_in_line(const WaitScope& scope, layout::WaitPhase phase, int peer,
+                                             std::uint64_t expected, Load load, Ready ready, std::uint64_t* value) {
+  constexpr int kRoundsPerLook = 64;
+  std::uint64_t start = 0;
+  bool lost = false;
+#pragma unroll 1
+  for (int round = 1;; ++round) {
+    *value = load();
+    if (ready(*value)) return true;
+    if (lost) break;  // what the peer wrote last was there before the host knew that it is gone
+    if (round < kRoundsPerLook) continue;
+    round = 0;
+    if (ptx::ld_relaxed_gpu(&scope.state().failed) != 0 || scope.in_trouble()) return false;
+    if (is_masked(scope.masked, peer)) return true;
+    lost = (ptx::ld_relaxed_gpu(&scope.state().lost_peers) >> peer & 1) != 0;
+    const std::uint64_t now = ptx::globaltimer_ns();
+    if (start == 0) start = now;
+    if (now - start > scope.domain.timeout_ns) break;
+  }
+  if (mask_rank(scope.domain, scope.masked, peer)) return true;
+  ptx::st_relaxed_gpu(&scope.state().failed, 1u);
+  if (atomicExch(&scope.failure->claimed, 1u) == 0) {
+    scope.failure->thread = threadIdx.x;
+    scope.failure->kind = lost ? layout::KernelErrorKind::kPeerLost : layout::KernelErrorKind::kTimeout;
+    scope.failure->phase = phase;
+    scope.failure->peer = peer;
+    scope.failure->expected = expected;
+    scope.failure->seen = *value;
+  }
+  return false;
+}
+
+// Every thread that has waited in line and leaves for a wait that has failed.
+static __device__ __noinline__ void report_failure(const DeviceDomain& domain, std::uint64_t epoch,
+                                                   const WaitFailure& failure) {
+  if (failure.claimed == 0 || failure.thread != threadIdx.x) return;
+  report_error(WaitScope{domain, epoch}, failure.kind, failure.phase, failure.peer, failure.expected, failure.seen,
+               [](layout::ErrorRecord&) {});
 }
 
 // The common case: a word that is its own flag.

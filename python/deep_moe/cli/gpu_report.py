@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from .gpu_low_latency_report import (
+    describe_hook_overlap,
+    hook_overlap_entry,
+    low_latency_table,
+    merge_low_latency,
+)
 from .gpu_plan import AS_TIMED, COMBINE, DISPATCH, DISPATCH_V1, PAIR
 from .options import BenchOptions
 from .report import CheckRow, Row, describe_run, format_us, print_checks, shown_rows
@@ -19,11 +25,16 @@ DIFFERENCE = "V1 calls less num_experts="
 
 @dataclass
 class GpuResults:
-    """All that a run on GPUs gives, over all ranks; ``overlap`` and ``host_cost`` if asked for."""
+    """All that a run on GPUs gives, over all ranks; ``overlap`` and ``host_cost`` if asked for.
+
+    ``low_latency`` and ``hook_overlap`` are those of LL calls.
+    """
 
     rows: list[Row]
     overlap: list[dict[str, Any]]
     host_cost: list[dict[str, Any]]
+    low_latency: list[dict[str, Any]] = field(default_factory=list)
+    hook_overlap: list[dict[str, Any]] = field(default_factory=list)
 
 
 def assemble_gpu(of_ranks: Sequence[dict[str, Any]], options: BenchOptions) -> GpuResults:
@@ -41,7 +52,13 @@ def assemble_gpu(of_ranks: Sequence[dict[str, Any]], options: BenchOptions) -> G
                 row.copy_us = sum(limits[key] for key in keys)
                 row.share = row.copy_us / row.us
     overlap = [_overlap_entry(entry) for entry in of_ranks[0]["overlap"]]
-    return GpuResults(_with_differences(rows), overlap, _merge_costs(of_ranks))
+    return GpuResults(
+        _with_differences(rows),
+        overlap,
+        _merge_costs(of_ranks),
+        merge_low_latency([result["low_latency"] for result in of_ranks]),
+        [hook_overlap_entry(entry) for entry in of_ranks[0]["hook_overlap"]],
+    )
 
 
 def _parts(work: str, dtype: str) -> list[str]:
@@ -149,7 +166,13 @@ def summarise_gpu(results: GpuResults) -> dict[str, Any]:
                 entry[f"{prefix}{key}_over_copy_us"] = row.us - row.copy_us
         if row.step == DIFFERENCE:
             entry["v1_over_fused_us"] = row.us
-    return {"calls": calls, "overlap": results.overlap, "host_cost": results.host_cost}
+    return {
+        "calls": calls,
+        "overlap": results.overlap,
+        "host_cost": results.host_cost,
+        "low_latency": results.low_latency,
+        "hook_overlap": results.hook_overlap,
+    }
 
 
 def describe_limit(options: BenchOptions) -> str:
@@ -173,13 +196,18 @@ def print_gpu_report(
 
     print_checks(console, _shown_checks(checks))
     console.print(escape(describe_gpu_run(options)), soft_wrap=True)
-    console.print(_calls_table(results.rows))
-    has_limit = any(row.kind == "copy" for row in results.rows)
-    console.print(escape(describe_limit(options) if has_limit else NO_LIMIT), soft_wrap=True)
+    if results.rows:
+        console.print(_calls_table(results.rows))
+        has_limit = any(row.kind == "copy" for row in results.rows)
+        console.print(escape(describe_limit(options) if has_limit else NO_LIMIT), soft_wrap=True)
     for entry in results.overlap:
         console.print(escape(describe_overlap(entry)), soft_wrap=True)
     if results.host_cost:
         console.print(_costs_table(results.host_cost))
+    if results.low_latency:
+        console.print(low_latency_table(results.low_latency))
+    for entry in results.hook_overlap:
+        console.print(escape(describe_hook_overlap(entry)), soft_wrap=True)
 
 
 def _shown_checks(checks: Sequence[CheckRow]) -> list[CheckRow]:

@@ -12,6 +12,7 @@ from .worker import Emit, run_as_process
 
 if TYPE_CHECKING:
     from .gpu_world import World
+    from .inputs import Inputs
     from .options import BenchOptions
 
 BUFFER_TIMEOUT = 20.0
@@ -99,16 +100,33 @@ def _run_rank(
 
 def run_jobs(world: World, options: BenchOptions) -> dict[str, Any]:
     """Everything that one rank measures; its stream is current."""
+    from .gpu_low_latency import run_low_latency
+    from .inputs import make_inputs
+
+    world.phase("make the inputs")
+    inputs = make_inputs(options, world.rank, world.device)
+    results: dict[str, Any] = {"lines": [], "checks": [], "overlap": [], "host_cost": []}
+    results |= {"low_latency": [], "hook_overlap": []}
+    parts = []
+    if "ht" in options.modes:
+        parts.append(run_high_throughput(world, options, inputs))
+    if "ll" in options.modes:
+        parts.append(run_low_latency(world, options, inputs))
+    for part in parts:
+        for key, values in part.items():
+            results[key] += values
+    return results
+
+
+def run_high_throughput(world: World, options: BenchOptions, inputs: Inputs) -> dict[str, Any]:
+    """The high-throughput part of it."""
     from dataclasses import asdict
 
     from ..buffer import Buffer
     from .gpu_extras import Overlap, host_cost
     from .gpu_jobs import ExchangeJob, check_layers
     from .gpu_plan import CALLS_A_CHAIN, payloads
-    from .inputs import make_inputs
 
-    world.phase("make the inputs")
-    inputs = make_inputs(options, world.rank, world.device)
     world.phase("open the buffer")
     rows = options.ranks * options.tokens * (options.row_bytes + 1024)
     buffer = Buffer(
