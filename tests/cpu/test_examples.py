@@ -38,6 +38,16 @@ def test_training_under_torchrun() -> None:
     assert "largest difference from the dense run" in printed
 
 
+def test_decoding_is_that_of_one_process() -> None:
+    """The example compares; here it matters that it has on every rank, and got there."""
+    printed = run(str(FOLDER / "decode_loop.py"), "--ranks", "4", "--steps", "8")
+    found = re.findall(r"^rank (\d): (\d+) tokens, 8 steps, largest error ([\d.e-]+)$", printed, re.MULTILINE)
+    assert sorted((int(rank), int(tokens)) for rank, tokens, _ in found) == [
+        (r, 10 + 2 * r) for r in range(4)
+    ]
+    assert all(float(error) < 1e-5 for *_, error in found)
+
+
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "train_moe.py"), "--ranks", "3"],
