@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import deep_moe
 import deep_moe.nn as moe
@@ -71,12 +73,14 @@ def local_scales(case: Case, rank: int, ranks: int) -> Tensor:
     return scales_of(case)[mine.start : mine.stop].clone().requires_grad_()
 
 
-def gradients(case: Case, comm: Any, rank: int, worst: bool = False, backend: str = "") -> Any:
+def gradients(
+    case: Case, comm: Any, rank: int, worst: bool = False, backend: str = "", fullgraph: bool = True
+) -> Any:
     """Output and gradients of one rank; the loss weighs every element differently."""
     buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
     ranks = comm.Get_size()
     x, weights, scales = rows_of(given, rank), weights_of(given, rank), local_scales(case, rank, ranks)
-    run = torch.compile(layer, backend=backend, fullgraph=True) if backend else layer
+    run = torch.compile(layer, backend=backend, fullgraph=fullgraph) if backend else layer
     rows = ranks * max(case.tokens) if worst else 0
     for _ in range(2):  # the second time compiled code is there
         x.grad = weights.grad = scales.grad = None
@@ -281,6 +285,46 @@ def test_the_graph_has_the_operators() -> None:
 
     for found in run_ranks(rank_main, 2, timeout=200):
         assert found == (0, 1, ["deep_moe.dispatch", "deep_moe.combine"])
+
+
+def test_without_the_setting_the_graph_breaks_and_the_result_is_right() -> None:
+    case = CASES[1]
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        return gradients(case, comm, rank, backend="aot_eager", fullgraph=False)
+
+    same_gradients(case, run_ranks(rank_main, len(case.tokens), timeout=200))
+
+
+@pytest.mark.parametrize("worst", [0, 24])
+def test_shapes_on_a_gpu_as_the_compiler_sees_them(worst: int) -> None:
+    """The fake kernels need none: tensors are where the Buffer puts them, meta is on the CPU."""
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        with FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True)):
+            x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
+            idx = torch.empty(4, 2, dtype=torch.int64, device="cuda:0")
+            weights = torch.empty(4, 2, device="cuda:0")
+            *received, counts, h0, h1, h2, h3, meta = moe.ops.dispatch(
+                "none", x, idx, weights, 10, 4, 3, worst, 1, False
+            )
+            handle = [h0, h1, h2, h3, meta]
+            back = moe.ops.combine("none", received[0], handle, received[2], None, False)
+            again = moe.ops.dispatch_by_handle("none", x, weights, handle)
+            rows = received[0].shape[0]
+            on_gpu = [*received, h0, h1, h2, h3, *back, *again]
+            return (
+                {str(tensor.device) for tensor in on_gpu},
+                {str(tensor.device) for tensor in (counts, meta)},
+                [[int(size) for size in tensor.shape[1:]] for tensor in on_gpu],
+                [list(t.shape) for t in (counts, meta, back[0], back[1])],
+                all(tensor.shape[0] == rows for tensor in (*received, h1, *again)),
+            )
+
+    ((on_gpu, on_cpu, widths, shapes, same_rows),) = run_ranks(rank_main, 1)
+    assert (on_gpu, on_cpu, same_rows) == ({"cuda:0"}, {"cpu"}, True)
+    assert widths == [[64], [2], [2], [3], [], [3], [3], [64], [2], [64], [2]]
+    assert shapes == [[0 if worst else 4], [8 if worst else 11], [4, 64], [4, 2]]
 
 
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
