@@ -18,10 +18,10 @@ __all__ = [
     "Gpu",
     "Spread",
     "Work",
-    "bounds_between_nodes",
     "find_gpu",
+    "link_bounds",
     "ring_bytes",
-    "seconds_of",
+    "sm_seconds",
     "sms_that_fill",
     "spread",
 ]
@@ -140,7 +140,7 @@ def spread(work: Work) -> Spread:
     return Spread(different(owner // work.local), different(owner))
 
 
-def bounds_between_nodes(
+def link_bounds(
     work: Work, row: int, back: bool, low_latency: bool, gpu: Gpu, nic: float
 ) -> dict[str, tuple[float, float]]:
     """Bytes over the network and over NVLink, and the seconds that they take at least; of dispatch, or back.
@@ -179,7 +179,7 @@ def _stored_and_loaded(work: Work, row: int, back: bool) -> tuple[float, float]:
     return work.tokens * stores * row, work.tokens * loads * row
 
 
-def seconds_of(work: Work, row: int, back: bool, gpu: Gpu, sms: int) -> dict[str, float]:
+def sm_seconds(work: Work, row: int, back: bool, gpu: Gpu, sms: int) -> dict[str, float]:
     """Seconds that ``sms`` SMs need at least for what they store and for what they load."""
     stored, loaded = _stored_and_loaded(work, row, back)
     return {"SM stores": stored / (gpu.sm_store * sms), "SM loads": loaded / (gpu.sm_load * sms)}
@@ -187,7 +187,7 @@ def seconds_of(work: Work, row: int, back: bool, gpu: Gpu, sms: int) -> dict[str
 
 def sms_that_fill(work: Work, row: int, back: bool, gpu: Gpu, seconds: float) -> int:
     """SMs with which neither their stores nor their loads take longer than the links' ``seconds``."""
-    alone = seconds_of(work, row, back, gpu, 1)
+    alone = sm_seconds(work, row, back, gpu, 1)
     return max(1, math.ceil(max(alone.values()) / seconds)) if seconds > 0 else 1
 
 

@@ -11,11 +11,11 @@ from ._traffic import (
     Gpu,
     Spread,
     Work,
-    bounds_between_nodes,
     find_gpu,
+    link_bounds,
     ring_bytes,
     ring_row,
-    seconds_of,
+    sm_seconds,
     sms_that_fill,
     spread,
 )
@@ -230,7 +230,7 @@ def _sms(work: Work, there: int, back: int, gpu: Gpu, nic: float) -> int:
     wanted = MIN_SMS
     for row, is_back in ((there, False), (back, True)):
         row = _row(work, row, is_back)
-        links = bounds_between_nodes(work, row, is_back, False, gpu, nic)
+        links = link_bounds(work, row, is_back, False, gpu, nic)
         wanted = max(wanted, sms_that_fill(work, row, is_back, gpu, max(time for _, time in links.values())))
     return min(-(-wanted // 2) * 2, gpu.sms)
 
@@ -239,10 +239,10 @@ def _bound(
     call: str, work: Work, row: int, back: bool, low_latency: bool, gpu: Gpu, nic: float, sms: int
 ) -> Bound:
     row = row if low_latency else _row(work, row, back)
-    links = bounds_between_nodes(work, row, back, low_latency, gpu, nic)
+    links = link_bounds(work, row, back, low_latency, gpu, nic)
     times = {name: time for name, (_, time) in links.items()}
     if not low_latency:
-        times |= seconds_of(work, row, back, gpu, sms)
+        times |= sm_seconds(work, row, back, gpu, sms)
     resource = max(times, key=lambda name: times[name])
     return Bound(call, round(links["NVLink"][0]), round(links["network"][0]), times[resource], resource)
 
