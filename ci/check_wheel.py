@@ -37,6 +37,8 @@ FILES = (
     "deep_moe/_C.pyi",
     "deep_moe/py.typed",
     "deep_moe/models.json",
+    "deep_moe/_as_deep_ep/deep_ep/__init__.py",
+    "deep_moe/_as_deep_ep/deep_ep_cpp.py",
     "deep_moe/include/deep_moe/buffer.hpp",
     "deep_moe/lib/libdeep_moe.a",
     CONFIG,

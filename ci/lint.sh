@@ -4,7 +4,7 @@
 . "$(dirname "$0")/common.sh"
 use_venv run lint
 mapfile -t cpp_files < <(find cpp examples tests \( -name '*.hpp' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \))
-python_files=(python tests ci docs)
+python_files=(python tests ci docs examples)
 
 if [ "${1:-}" = --fix ]; then
   ruff check -q --fix "${python_files[@]}" || true

@@ -11,6 +11,7 @@ void register_errors(nanobind::module_& m);
 void register_interrupts(nanobind::module_& m);
 void register_tensors(nanobind::module_& m);
 void register_config(nanobind::module_& m);
+void register_sizes(nanobind::module_& m);
 void register_build_info(nanobind::module_& m);
 void register_bench(nanobind::module_& m);
 

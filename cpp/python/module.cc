@@ -12,6 +12,7 @@ NB_MODULE(_C, m) {
   python::register_interrupts(m);
   python::register_tensors(m);
   python::register_config(m);
+  python::register_sizes(m);
   python::register_build_info(m);
   auto buffer = python::register_buffer(m);
   python::register_high_throughput(buffer);

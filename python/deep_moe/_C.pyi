@@ -72,6 +72,12 @@ def combine_config(num_ranks: int, num_sms: int) -> Config:
 def low_latency_size_hint(num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes of low-latency staging."""
 
+def workspace_bytes(num_ranks: int, cuda: bool) -> int:
+    """Bytes of the control words of one rank."""
+
+def received_bytes(num_rows: int, row_bytes: int, scale_bytes: int, topk: int) -> int:
+    """Bytes of heap for what a dispatch with int64 ids and weights receives."""
+
 def build_info() -> dict[str, Any]:
     """
     version: str; variant: "cpu", "cu12" or "cu13"; cuda_compiled: bool; cuda_archs: list[str], such as

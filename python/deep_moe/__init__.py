@@ -1,6 +1,7 @@
 """Dispatch and combine of Mixture-of-Experts tokens among ranks.
 
-``Buffer`` is the entry; ``deep_moe.reference`` (imported on demand) says in plain torch what each operation
+``Buffer`` is the entry. Imported on demand: ``deep_moe.nn`` has the calls with gradients,
+``deep_moe.planning`` computes sizes and times, ``deep_moe.reference`` says in plain torch what each operation
 means.
 """
 
@@ -50,8 +51,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "reference":
+    if name in ("nn", "planning", "reference"):
         import importlib
 
-        return importlib.import_module(".reference", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,9 +18,22 @@ from .config import device_of, seconds, whole_number
 from .errors import PeerRefusedError, UnavailableError
 from .events import CommStream, EventHandle, EventOverlap, cuda
 
-__all__ = ["BufferBase", "Payload", "Refusals"]
+__all__ = ["BufferBase", "Payload", "Refusals", "find_buffer"]
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_numbers = itertools.count()
+_buffers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def find_buffer(key: str) -> Any:
+    """The Buffer of this process with this ``key``."""
+    try:
+        return _buffers[key]
+    except KeyError:
+        raise ReferenceError(
+            f"{key} is gone: keep the Buffer for as long as its operators are used"
+        ) from None
 
 
 class Refusals:
@@ -66,6 +81,7 @@ class BufferBase:
     enable_shrink: bool
     device: torch.device
     runtime: _C.Buffer
+    key: str  # names the Buffer in this process, for operators that take no objects
 
     def __init__(
         self,
@@ -129,6 +145,8 @@ class BufferBase:
         self._comm_stream: torch.cuda.ExternalStream | None = None
         if self.device.type == "cuda":
             self._comm_stream = cuda.ExternalStream(self.runtime.comm_stream, self.device)
+        self.key = f"deep_moe.Buffer {next(_numbers)}"
+        _buffers[self.key] = self
         self._dispatch_checks = Refusals(self.runtime, "dispatch")
         self._combine_checks = Refusals(self.runtime, "combine")
         self._low_latency_dispatch_checks = Refusals(self.runtime, "low_latency_dispatch")

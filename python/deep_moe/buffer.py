@@ -67,6 +67,7 @@ class Buffer(LowLatencyCalls):
             ``comm`` alone, group is that.
         num_sms: of the class; what :meth:`set_num_sms` has set.
         runtime: the compiled object behind this one.
+        key: a name of this Buffer in its process, by which :mod:`deep_moe.nn` finds it.
 
     Raises:
         ValueError, TypeError, UnavailableError: wrong arguments; on the peers PeerRefusedError.

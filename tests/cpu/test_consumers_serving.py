@@ -1,5 +1,6 @@
 """The calls that published programs for serving make, exactly as they make them: each must run unchanged.
 
+They import ``deep_ep``, as the programs do; the shim gives them deep_moe.
 Results are checked against the reference; beyond that it matters that the calls are taken, and that what
 comes back has the form that the program relies on.
 """
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import deep_moe
 from deep_moe import reference
 from deep_moe.reference import combine as sum_rows
 
@@ -23,6 +23,7 @@ from ..support.device import on_cpu, where
 from ..support.inputs import Case
 from ..support.program import check, execute
 from ..support.ranks import PipeComm, run_ranks
+from ..support.shim import deep_ep
 
 CASE = Case("consumer", (12, 9), hidden=512, experts=8, topk=4)
 GIVEN = CASE.inputs()
@@ -46,7 +47,7 @@ def test_vllm_high_throughput(form: str) -> None:
     """Keywords throughout, a chain of events, two micro-batches of one Buffer from two threads in turns."""
 
     def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(
+        buffer = deep_ep.Buffer(
             group=None,
             num_nvl_bytes=1 << 24,
             num_rdma_bytes=0,
@@ -55,7 +56,7 @@ def test_vllm_high_throughput(form: str) -> None:
             explicitly_destroy=True,
             comm=comm,
         )
-        deep_moe.Buffer.set_num_sms(20)
+        deep_ep.Buffer.set_num_sms(20)
         turns = [threading.Event(), threading.Event()]
         turns[0].set()
         combined: list[Any] = [None, None]
@@ -66,7 +67,7 @@ def test_vllm_high_throughput(form: str) -> None:
                 turns[which].clear()
 
             turn()
-            previous = deep_moe.Buffer.capture()
+            previous = deep_ep.Buffer.capture()
             per_rank, per_rdma_rank, per_expert, in_rank, event = buffer.get_dispatch_layout(
                 topk_idx=GIVEN.topk_idx[rank],
                 num_experts=8,
@@ -98,7 +99,7 @@ def test_vllm_high_throughput(form: str) -> None:
                 handle=sent[4],
                 topk_weights=None,
                 config=None,
-                previous_event=deep_moe.Buffer.capture(),
+                previous_event=deep_ep.Buffer.capture(),
                 async_finish=True,
                 allocate_on_comm_stream=False,
             )
@@ -122,10 +123,10 @@ def test_vllm_high_throughput(form: str) -> None:
 
 def test_vllm_low_latency(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
-        size = deep_moe.Buffer.get_low_latency_rdma_size_hint(
+        size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
             num_max_dispatch_tokens_per_rank=16, hidden=512, num_ranks=2, num_experts=8
         )
-        buffer = deep_moe.Buffer(
+        buffer = deep_ep.Buffer(
             group=None,
             num_nvl_bytes=0,
             num_rdma_bytes=size,
@@ -192,16 +193,16 @@ def test_sglang(form: str) -> None:
 
     def rank_main(comm: Any, rank: int) -> Any:
         nvl = rdma = 0
-        for config in (deep_moe.Buffer.get_dispatch_config(2), deep_moe.Buffer.get_combine_config(2)):
+        for config in (deep_ep.Buffer.get_dispatch_config(2), deep_ep.Buffer.get_combine_config(2)):
             nvl = max(config.get_nvl_buffer_size_hint(1024, 2), nvl)
             rdma = max(config.get_rdma_buffer_size_hint(1024, 2), rdma)
-        rdma = max(deep_moe.Buffer.get_low_latency_rdma_size_hint(16, 512, 2, 8), rdma)
-        buffer = deep_moe.Buffer(None, nvl, rdma, low_latency_mode=True, num_qps_per_rank=10, comm=comm)
-        assert buffer.group_size == 2 and buffer.low_latency_mode and deep_moe.Buffer.num_sms > 0
+        rdma = max(deep_ep.Buffer.get_low_latency_rdma_size_hint(16, 512, 2, 8), rdma)
+        buffer = deep_ep.Buffer(None, nvl, rdma, low_latency_mode=True, num_qps_per_rank=10, comm=comm)
+        assert buffer.group_size == 2 and buffer.low_latency_mode and deep_ep.Buffer.num_sms > 0
         x, idx, weights = inputs_of(buffer)
         results = []
         for _ in range(2):
-            layout = buffer.get_dispatch_layout(idx, 8, previous_event=deep_moe.Buffer.capture())
+            layout = buffer.get_dispatch_layout(idx, 8, previous_event=deep_ep.Buffer.capture())
             sent = buffer.dispatch(
                 x,
                 topk_idx=idx,
@@ -213,9 +214,9 @@ def test_sglang(form: str) -> None:
                 previous_event=layout[4],
                 async_finish=False,
                 expert_alignment=128,
-                config=deep_moe.Config(**tuned),
+                config=deep_ep.Config(**tuned),
             )
-            out = buffer.combine(sent[0], sent[4], config=deep_moe.Config(**tuned))[0]
+            out = buffer.combine(sent[0], sent[4], config=deep_ep.Config(**tuned))[0]
             buffer.clean_low_latency_buffer(16, 512, 8)
             low = buffer.low_latency_dispatch(x, idx, 16, 8, use_fp8=False, return_recv_hook=True)
             low[4]()
@@ -242,7 +243,7 @@ def test_sglang(form: str) -> None:
 
 def test_rtp_llm_and_lightllm_sizes_are_floats(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(None, 1e7, 2e6, low_latency_mode=True, num_qps_per_rank=8 / 2, comm=comm)
+        buffer = deep_ep.Buffer(None, 1e7, 2e6, low_latency_mode=True, num_qps_per_rank=8 / 2, comm=comm)
         sizes = buffer.num_nvl_bytes, buffer.num_rdma_bytes
         return sizes, execute(good_program(), rank, [buffer])
 
@@ -260,7 +261,7 @@ def test_tensorrt_llm_communicator() -> None:
 
     def rank_main(comm: Any, rank: int) -> Any:
         mpi = Mpi4pyLike(rank, 2, comm._links)
-        buffer = deep_moe.Buffer(None, 0, 0, num_qps_per_rank=4, low_latency_mode=False, comm=mpi)
+        buffer = deep_ep.Buffer(None, 0, 0, num_qps_per_rank=4, low_latency_mode=False, comm=mpi)
         x, idx, weights = GIVEN.x[rank], GIVEN.topk_idx[rank], GIVEN.topk_weights[rank]
         layout = buffer.get_dispatch_layout(idx, 8)
         sent = buffer.dispatch(
@@ -290,8 +291,8 @@ def test_lmdeploy_probes_by_type_error(keyword: str, form: str) -> None:
 
     def rank_main(comm: Any, rank: int) -> Any:
         arguments: dict[str, Any] = {keyword: 1}
-        tried = attempt(lambda: deep_moe.Buffer(None, comm=comm, **arguments))
-        return tried, deep_moe.Buffer(None, comm=comm).group_size
+        tried = attempt(lambda: deep_ep.Buffer(None, comm=comm, **arguments))
+        return tried, deep_ep.Buffer(None, comm=comm).group_size
 
     for tried, size in run_ranks(rank_main, 2, form=form):
         tried.must_be(TypeError, keyword)
@@ -299,5 +300,5 @@ def test_lmdeploy_probes_by_type_error(keyword: str, form: str) -> None:
 
 
 def test_slime_inspects_the_signature() -> None:
-    parameters = inspect.signature(deep_moe.Buffer.low_latency_dispatch).parameters
+    parameters = inspect.signature(deep_ep.Buffer.low_latency_dispatch).parameters
     assert {"use_ue8m0", "round_scale", "use_fp8"} <= set(parameters)

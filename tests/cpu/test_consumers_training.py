@@ -1,5 +1,6 @@
 """The calls that published programs for training make, exactly as they make them: each must run unchanged.
 
+They import ``deep_ep``, as the programs do; the shim gives them deep_moe.
 Results are checked against the reference; beyond that it matters that the calls are taken, and that what
 comes back has the form that the program relies on.
 """
@@ -10,15 +11,17 @@ from typing import Any
 
 import torch
 
-import deep_moe
 from deep_moe import reference
 
 from ..support.compare import same_values
 from ..support.inputs import Case
 from ..support.ranks import run_ranks
+from ..support.shim import deep_ep
 
 CASE = Case("consumer", (12, 9), hidden=512, experts=8, topk=4)
 GIVEN = CASE.inputs()
+
+EventHandle, EventOverlap = deep_ep.utils.EventHandle, deep_ep.utils.EventOverlap
 
 
 class FusedDispatch(torch.autograd.Function):
@@ -26,7 +29,7 @@ class FusedDispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, idx: Any, weights: Any, buffer: Any) -> Any:
-        previous = deep_moe.EventOverlap(deep_moe.EventHandle())
+        previous = EventOverlap(EventHandle())
         layout = buffer.get_dispatch_layout(
             idx, 8, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
         )
@@ -38,7 +41,7 @@ class FusedDispatch(torch.autograd.Function):
             num_tokens_per_rdma_rank=layout[1],
             is_token_in_rank=layout[3],
             num_tokens_per_expert=layout[2],
-            previous_event=deep_moe.EventOverlap(deep_moe.EventHandle()),
+            previous_event=EventOverlap(EventHandle()),
             async_finish=True,
             allocate_on_comm_stream=True,
         )
@@ -52,7 +55,7 @@ class FusedDispatch(torch.autograd.Function):
             grad.contiguous(),
             ctx.handle,
             topk_weights=grad_probs.float(),
-            previous_event=deep_moe.EventOverlap(deep_moe.EventHandle()),
+            previous_event=EventOverlap(EventHandle()),
             async_finish=True,
             allocate_on_comm_stream=True,
         )
@@ -66,7 +69,7 @@ class FusedCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, handle: Any, buffer: Any) -> Any:
         ctx.buffer, ctx.handle = buffer, handle
-        previous = deep_moe.EventOverlap(deep_moe.EventHandle())
+        previous = EventOverlap(EventHandle())
         out, _, event = buffer.combine(
             x, handle=handle, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
         )
@@ -78,7 +81,7 @@ class FusedCombine(torch.autograd.Function):
         rows, _, _, _, _, event = ctx.buffer.dispatch(
             grad.contiguous(),
             handle=ctx.handle,
-            previous_event=deep_moe.EventOverlap(deep_moe.EventHandle()),
+            previous_event=EventOverlap(EventHandle()),
             async_finish=True,
             allocate_on_comm_stream=True,
         )
@@ -92,7 +95,7 @@ def test_megatron_autograd(form: str) -> None:
     eighths = [(weights * 8).round() / 8 for weights in GIVEN.topk_weights]
 
     def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(None, comm=comm)
+        buffer = deep_ep.Buffer(None, comm=comm)
         x = whole[rank].clone().requires_grad_()
         weights = eighths[rank].clone().requires_grad_()
         rows, ids, probs, _, handle = FusedDispatch.apply(x, GIVEN.topk_idx[rank], weights, buffer)
@@ -109,13 +112,47 @@ def test_megatron_autograd(form: str) -> None:
         same_values(grad_weights, expected, f"rank {rank}, gradient of the weights")
 
 
+def test_megatron_keeps_a_buffer_while_it_is_large_enough(form: str) -> None:
+    """It asks the configs for sizes at every layer; a new Buffer is made only if the old one reports less."""
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        kept: list[Any] = []
+
+        def get_buffer(hidden_bytes: int) -> Any:
+            size = comm.Get_size()
+            nvl = rdma = 0
+            for config in (deep_ep.Buffer.get_dispatch_config(size), deep_ep.Buffer.get_combine_config(size)):
+                nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size), nvl)
+                rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size), rdma)
+            last = kept[-1] if kept else None
+            too_small = last is None or last.num_nvl_bytes < nvl or last.num_rdma_bytes < rdma
+            if too_small or last.group != comm:
+                kept.append(deep_ep.Buffer(None, nvl, rdma, comm=comm))
+            return kept[-1]
+
+        def layer(x: Any) -> Any:
+            buffer = get_buffer(x.size(1) * max(x.element_size(), 2))
+            sent = buffer.dispatch(x, topk_idx=GIVEN.topk_idx[rank], num_experts=8)
+            return buffer.combine(sent[0], sent[4])[0]
+
+        narrow, wide = GIVEN.x[rank][:, :256].contiguous(), GIVEN.x[rank]
+        return [layer(x) for x in (narrow, narrow, wide, narrow)], len(kept)
+
+    for rank, (outs, buffers) in enumerate(run_ranks(rank_main, 2, form=form)):
+        assert buffers == 2
+        ranks = reference.layout(GIVEN.topk_idx[rank], 8, 2).is_token_in_rank.sum(1, keepdim=True)
+        for out in outs:
+            x = GIVEN.x[rank][:, : out.shape[1]]
+            same_values(out, (x.float() * ranks).to(x.dtype), f"rank {rank}")
+
+
 class SavedHandle(torch.autograd.Function):
     """xtuner's: the handle goes through save_for_backward and comes back as a plain tuple."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, idx: Any, buffer: Any) -> Any:
-        waits = deep_moe.EventOverlap(None)
-        waits.event = deep_moe.Buffer.capture().event
+        waits = EventOverlap(None)
+        waits.event = deep_ep.Buffer.capture().event
         rows, _, _, _, handle, event = buffer.dispatch(x, topk_idx=idx, num_experts=8, previous_event=waits)
         event.current_stream_wait()
         ctx.save_for_backward(*handle)
@@ -129,7 +166,7 @@ class SavedHandle(torch.autograd.Function):
 
 def test_xtuner_saves_the_handle_for_backward(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(None, comm=comm)
+        buffer = deep_ep.Buffer(None, comm=comm)
         x = GIVEN.x[rank].clone().requires_grad_()
         SavedHandle.apply(x, GIVEN.topk_idx[rank], buffer).float().sum().backward()
         return x.grad

@@ -117,6 +117,40 @@ def bench(
 
 
 @app.command()
+def plan(
+    model: Annotated[Text, typer.Argument(help="A published model, for example DeepSeek-V3.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks over all nodes.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Nodes, each an NVLink domain.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Tokens a rank in high-throughput calls.")] = 4096,
+    ll_tokens: Annotated[int, typer.Option(help="At most so many tokens a rank in LL calls.")] = 128,
+    hidden: Annotated[Number, typer.Option(help="Hidden size.")] = None,
+    experts: Annotated[Number, typer.Option(help="Experts over all ranks.")] = None,
+    topk: Annotated[Number, typer.Option(help="Experts a token.")] = None,
+    groups: Annotated[Number, typer.Option(help="Expert groups of the gate, 0 = none.")] = None,
+    topk_groups: Annotated[Number, typer.Option(help="Groups a token may use.")] = None,
+    mode: Annotated[str, typer.Option(help="ht, ll or both.")] = "both",
+    dtype: Annotated[str, typer.Option(help="Of dispatched rows: bf16, fp16, fp32 or fp8.")] = "fp8",
+    gpu: Annotated[str, typer.Option(help="H200, H100, H800, H20, A100, A800, B200 or GB200.")] = "H200",
+    nic_gbit: Annotated[float, typer.Option(help="Network of each GPU, Gbit/s.")] = 400.0,
+    imbalance: Annotated[float, typer.Option(help="Rows of the busiest rank over the mean.")] = 1.25,
+    live: Annotated[int, typer.Option(help="Dispatches whose rows are alive at the same time.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Computes memory, least times and settings for a model's MoE layer. Needs no GPU."""
+    given: dict[str, Any] = dict(locals())
+    as_json, given["num_experts"] = given.pop("json"), given.pop("experts")
+    from ..planning import plan as make_plan
+    from .plan import show, to_json
+
+    try:
+        found = make_plan(given.pop("model"), **given)
+    except ValueError as error:
+        typer.echo(f"deep-moe plan: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(to_json(found) if as_json else show(found))
+
+
+@app.command()
 def doctor() -> None:
     """Says what this build and this machine can do, and what to do about what is missing."""
     from .doctor import run_doctor

@@ -1,0 +1,58 @@
+"""The Python examples run as they stand, and do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "python"
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_training_has_the_losses_of_the_dense_run() -> None:
+    """Loss by loss within rounding, and falling; the ranks are processes that the example starts."""
+    printed = run(str(FOLDER / "train_moe.py"), "--ranks", "2", "--check")
+    rows = re.findall(r"^step +(\d+)  loss ([\d.]+)  dense ([\d.]+)$", printed, re.MULTILINE)
+    losses = [float(loss) for _, loss, _ in rows]
+    assert [int(step) for step, _, _ in rows] == [0, 5, 10, 15, 20, 25, 29]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.5 * losses[0]
+    for (_, loss, dense), of_ranks in zip(rows, losses, strict=True):
+        assert abs(of_ranks - float(dense)) < 1e-4 * float(dense), (loss, dense)
+
+
+def test_training_under_torchrun() -> None:
+    printed = run(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+        *(str(FOLDER / "train_moe.py"), "--steps", "21", "--check"),
+    )
+    assert re.search(r"^step  20  loss ", printed, re.MULTILINE)
+    assert "largest difference from the dense run" in printed
+
+
+def test_decoding_is_that_of_one_process() -> None:
+    """The example compares; here it matters that it has on every rank, and got there."""
+    printed = run(str(FOLDER / "decode_loop.py"), "--ranks", "4", "--steps", "8")
+    found = re.findall(r"^rank (\d): (\d+) tokens, 8 steps, largest error ([\d.e-]+)$", printed, re.MULTILINE)
+    assert sorted((int(rank), int(tokens)) for rank, tokens, _ in found) == [
+        (r, 10 + 2 * r) for r in range(4)
+    ]
+    assert all(float(error) < 1e-5 for *_, error in found)
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "train_moe.py"), "--ranks", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "--ranks: got 3; allowed are the divisors of 8" in done.stderr
