@@ -25,7 +25,7 @@ from .errors import (
     UnavailableError,
 )
 from .events import EventHandle, EventOverlap
-from .handles import DeviceLowLatencyHandle, DispatchHandle, LowLatencyHandle
+from .handles import DeviceLowLatencyHandle, DispatchHandle, InternodeDispatchHandle, LowLatencyHandle
 
 __all__ = [
     "Buffer",
@@ -40,6 +40,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "ForkedProcessError",
+    "InternodeDispatchHandle",
     "LowLatencyHandle",
     "PeerLostError",
     "PeerRefusedError",
