@@ -118,12 +118,13 @@ __device__ __forceinline__ CastScale cast_scale(std::uint32_t amax_bits, bool ro
   return result;
 }
 
-// This lane's 16 elements; those of kCastLanes neighbours share a scale. The whole warp.
-template <typename T>
+// This lane's 16 elements; those of kCastLanes neighbours, kNeighbour lanes apart, share a scale. The whole warp.
+template <int kNeighbour, typename T>
 __device__ __forceinline__ uint4 cast_block(const CastInput<T>& input, bool round_scale, float* scale) {
   std::uint32_t amax = input.amax_bits();
 #pragma unroll
-  for (int step = 1; step < kCastLanes; step *= 2) amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
+  for (int step = kNeighbour; step < kNeighbour * kCastLanes; step *= 2)
+    amax = max(amax, __shfl_xor_sync(0xffffffffu, amax, step));
   const CastScale both = cast_scale(amax, round_scale);
   *scale = both.scale;
   std::uint32_t words[kCastElements / 4];

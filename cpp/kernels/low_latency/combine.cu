@@ -17,7 +17,7 @@ __device__ void run_clerk(const LowLatencyRun& run, Arrival& arrival) {
   if (run.receives()) watch_peers(run, num_tokens);
 }
 
-template <typename T, bool kByExpert>
+template <typename T, class Width, bool kByExpert>
 __global__ void __launch_bounds__(LowLatencyTuning::kThreads, 1)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(LowLatencyTuning::kThreads, 1)
     bool ok = true;
     if (run.sends()) {
       ok = send_weights(run, params);
-      ok = send_held<T, kByExpert>(run, params, memory) && ok;
+      ok = send_held<T, Width, kByExpert>(run, params, memory) && ok;
       ok = __syncthreads_and(ok);
       arrival.make(run);
     }
-    if (ok && run.receives()) receive_own<T, kByExpert>(run, params, memory);
+    if (ok && run.receives()) receive_own<T, Width, kByExpert>(run, params, memory);
   }
   arrival.finish(run);
   ptx::griddepcontrol_launch_dependents();
@@ -90,15 +90,20 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   };
   params.x_alignment = alignment(args.x, args.expert_stride | args.row_stride);
   params.out_alignment = alignment(args.out, args.ids.num_tokens > 1 ? args.out_stride : 0);
-  check_range("tiles of a call", args.call.max_tokens * domain.num_ranks * params.slot.num_tiles, 0, INT32_MAX);
   // As if all ranks had as many tokens as this one; with more than that it takes longer.
-  const std::int64_t row_tiles = args.ids.num_tokens * params.slot.num_tiles;
-  const int num_blocks = num_low_latency_blocks(
-      args.call, args.call.half == LowLatencyHalf::kReceive ? 0 : row_tiles * (domain.num_ranks - (halves ? 0 : 1)),
-      args.call.half == LowLatencyHalf::kSend ? 0 : row_tiles);
+  const std::int64_t sent =
+      args.call.half == LowLatencyHalf::kReceive ? 0 : args.ids.num_tokens * (domain.num_ranks - (halves ? 0 : 1));
+  const std::int64_t received = args.call.half == LowLatencyHalf::kSend ? 0 : args.ids.num_tokens;
+  params.num_parts = params.slot.num_tiles * Narrow::kParts;
+  const bool narrow = fits_one_round(args.call, (sent + received) * params.num_parts);
+  if (!narrow) params.num_parts = params.slot.num_tiles;
+  check_range("parts of a call", args.call.max_tokens * domain.num_ranks * params.num_parts, 0, INT32_MAX);
+  const int num_blocks = num_low_latency_blocks(args.call, sent * params.num_parts, received * params.num_parts);
   with_type(args.type, [&](auto number) {
-    launch(args.by_expert ? combine_kernel<decltype(number), true> : combine_kernel<decltype(number), false>,
-           num_blocks, LowLatencyTuning::kThreads / 32, CombineChunk::bytes(args.ids.topk), stream, true,
+    using T = decltype(number);
+    const auto kernel = narrow ? (args.by_expert ? combine_kernel<T, Narrow, true> : combine_kernel<T, Narrow, false>)
+                               : (args.by_expert ? combine_kernel<T, Wide, true> : combine_kernel<T, Wide, false>);
+    launch(kernel, num_blocks, LowLatencyTuning::kThreads / 32, CombineChunk::bytes(args.ids.topk), stream, true,
            "launch of low_latency_combine", domain, params);
   });
 }
@@ -107,8 +112,11 @@ void prepare_low_latency_combine() {
   const int most = static_cast<int>(CombineChunk::bytes(layout::kMaxTopk));
   for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32})
     with_type(type, [&](auto number) {
-      load_kernel(combine_kernel<decltype(number), false>, most);
-      load_kernel(combine_kernel<decltype(number), true>, most);
+      using T = decltype(number);
+      load_kernel(combine_kernel<T, Narrow, false>, most);
+      load_kernel(combine_kernel<T, Narrow, true>, most);
+      load_kernel(combine_kernel<T, Wide, false>, most);
+      load_kernel(combine_kernel<T, Wide, true>, most);
     });
 }
 

@@ -15,6 +15,7 @@ struct LowLatencyCombineParams {
   LowLatencyCombineArgs args;
   layout::LowLatencyCombineSlot slot;
   std::int64_t row_bytes = 0;
+  int num_parts = 1;  // of a row
   int x_alignment = 16;
   int out_alignment = 16;
 };
@@ -88,58 +89,61 @@ __device__ __forceinline__ int make_terms(const std::int32_t (&keys)[2], const f
 }
 
 // Sums of what a lane has of a tile.
-template <typename T>
+template <typename T, class Width>
 struct LaneSums {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(T));  // numbers of a vector
-  float total[layout::kLaneVectors][kWidth] = {};
+  float total[Width::kVectors][kWidth] = {};
 
   // Two roundings a number, as the CPU does it.
-  __device__ __forceinline__ void add(float weight, const LaneVectors& vectors) {
+  __device__ __forceinline__ void add(float weight, const LaneVectors<Width>& vectors) {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
         total[j][i] = __fadd_rn(total[j][i], __fmul_rn(weight, number<T>(vectors.v[j], i)));
   }
-  __device__ __forceinline__ void add(const LaneVectors& vectors) {
+  __device__ __forceinline__ void add(const LaneVectors<Width>& vectors) {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) total[j][i] = __fadd_rn(total[j][i], number<T>(vectors.v[j], i));
   }
-  __device__ __forceinline__ LaneVectors rounded() const {
+  __device__ __forceinline__ LaneVectors<Width> rounded() const {
     constexpr int kPerWord = Numbers<T>::kPerWord;
-    LaneVectors vectors;
+    LaneVectors<Width> vectors;
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
       vectors.v[j] = make_uint4(Numbers<T>::put(total[j]), Numbers<T>::put(total[j] + kPerWord),
                                 Numbers<T>::put(total[j] + 2 * kPerWord), Numbers<T>::put(total[j] + 3 * kPerWord));
     return vectors;
   }
 };
 
-__device__ __forceinline__ void load_vectors(const char* row, const LaneTile& tile, LaneVectors* vectors) {
+template <class Width>
+__device__ __forceinline__ void load_vectors(const char* row, const LaneTile<Width>& tile,
+                                             LaneVectors<Width>* vectors) {
 #pragma unroll
-  for (int j = 0; j < layout::kLaneVectors; ++j)
+  for (int j = 0; j < Width::kVectors; ++j)
     if (tile.has_vector(j)) vectors->v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
 }
-__device__ __forceinline__ void load_vectors(const char* row, const LaneTile& tile, int alignment,
-                                             LaneVectors* vectors) {
+template <class Width>
+__device__ __forceinline__ void load_vectors(const char* row, const LaneTile<Width>& tile, int alignment,
+                                             LaneVectors<Width>* vectors) {
 #pragma unroll
-  for (int j = 0; j < layout::kLaneVectors; ++j)
+  for (int j = 0; j < Width::kVectors; ++j)
     if (tile.has_vector(j)) vectors->v[j] = load_16_unaligned(row + tile.vector_offset(j), alignment);
 }
 
 // A tile of the weighted sum of rows of x, in fp32, in the order of the terms.
-template <typename T>
-__device__ __forceinline__ LaneVectors sum_local_rows(const LowLatencyCombineParams& params, const Term* terms,
-                                                      int num_terms, const LaneTile& tile) {
+template <typename T, class Width>
+__device__ __forceinline__ LaneVectors<Width> sum_local_rows(const LowLatencyCombineParams& params, const Term* terms,
+                                                             int num_terms, const LaneTile<Width>& tile) {
   constexpr int kBatch = LowLatencyTuning::kRowsInFlight;
   const char* x = static_cast<const char*>(params.args.x);
-  LaneSums<T> sums;
+  LaneSums<T, Width> sums;
 #pragma unroll 1
   for (int first = 0; first < num_terms; first += kBatch) {
-    LaneVectors vectors[kBatch];
+    LaneVectors<Width> vectors[kBatch];
     if (params.x_alignment == 16) {
 #pragma unroll
       for (int n = 0; n < kBatch; ++n)
@@ -168,13 +172,13 @@ struct PackedRows {
 
 // A tile of rows that peers send, several asked for at a time: row n of `count` lies at address(n), comes from
 // holder(n) and is given to take(n, vectors) in order; one that skip(n) is not waited for. False: leave.
-template <typename Address, typename Holder, typename Skip, typename Take>
-__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile& tile, int count, Address address,
-                                           Holder holder, Skip skip, Take take) {
+template <class Width, typename Address, typename Holder, typename Skip, typename Take>
+__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int count,
+                                           Address address, Holder holder, Skip skip, Take take) {
   constexpr int kBatch = LowLatencyTuning::kRowsAwaited;
 #pragma unroll 1
   for (int first = 0; first < count; first += kBatch) {
-    LaneUnits units[kBatch];
+    LaneUnits<Width> units[kBatch];
 #pragma unroll
     for (int n = 0; n < kBatch; ++n)
       if (first + n < count && !skip(first + n)) tile.load_units(address(first + n), &units[n]);

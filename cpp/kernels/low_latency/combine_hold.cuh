@@ -94,9 +94,9 @@ __device__ __forceinline__ bool look_up_held(const LowLatencyRun& run, const Low
 }
 
 // H3. A tile of a token's row, for its owner.
-template <typename T, bool kByExpert>
+template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ void send_held_tile(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                               const TokenInfo& info, const Term* terms, const LaneTile& tile) {
+                                               const TokenInfo& info, const Term* terms, const LaneTile<Width>& tile) {
   const layout::LowLatencyCombineSlot& slot = params.slot;
   char* to = run.slot_of(info.owner);
   if constexpr (kByExpert) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void send_held_tile(const LowLatencyRun& run, const L
     constexpr int kBatch = LowLatencyTuning::kRowsInFlight;
 #pragma unroll 1
     for (int first = 0; first < info.num_terms; first += kBatch) {
-      LaneVectors vectors[kBatch];
+      LaneVectors<Width> vectors[kBatch];
 #pragma unroll
       for (int n = 0; n < kBatch; ++n) {
         if (first + n >= info.num_terms) continue;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void send_held_tile(const LowLatencyRun& run, const L
       }
     }
   } else {
-    const LaneVectors sum = sum_local_rows<T>(params, terms, info.num_terms, tile);
+    const LaneVectors<Width> sum = sum_local_rows<T, Width>(params, terms, info.num_terms, tile);
     tile.store_units(slot.reduced_row(to, run.rank(), info.token), to_units(sum, run.tag));
   }
 }
@@ -153,20 +153,20 @@ struct HeldTokens {
 };
 
 // The first half: this block's share of the tiles of tokens whose rows this rank holds. False: leave.
-template <typename T, bool kByExpert>
+template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ bool send_held(LowLatencyRun& run, const LowLatencyCombineParams& params,
                                           const BlockMemory& memory) {
   __shared__ int num_tokens[layout::kMaxKernelRanks];
   const LowLatencyCombineArgs& args = params.args;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, warps = static_cast<int>(blockDim.x / 32);
-  const int num_tiles = params.slot.num_tiles, topk = args.ids.topk;
+  const int num_parts = params.num_parts, topk = args.ids.topk;
   if (thread < run.num_ranks())
     num_tokens[thread] = args.recv_pos[(thread * (run.call.max_tokens + 1) + run.call.max_tokens) * topk];
   const int guess = static_cast<int>(args.ids.num_tokens);
   HeldTokens held{nullptr, guess, run.num_ranks(), run.is_whole() ? run.rank() : -1};
-  TaskRange tasks(held.total() * num_tiles, run.num_carriers(), static_cast<int>(blockIdx.x));
+  TaskRange tasks(held.total() * num_parts, run.num_carriers(), static_cast<int>(blockIdx.x));
   bool ok = !run.failed;
-  const auto end_token = [&] { return tasks.begin < tasks.end ? (tasks.end - 1) / num_tiles + 1 : 0; };
+  const auto end_token = [&] { return tasks.begin < tasks.end ? (tasks.end - 1) / num_parts + 1 : 0; };
   const auto look_up = [&](int first) {  // this warp's token of the chunk
     if (first + warp >= end_token()) return;
     TokenInfo info{};
@@ -179,7 +179,7 @@ __device__ __forceinline__ bool send_held(LowLatencyRun& run, const LowLatencyCo
   // Guesses that all owners have as many tokens as this rank, and looks the first ones up before it is known.
   const bool may_guess = kByExpert || args.recv_weights != nullptr;
   bool guessing = true;
-  int first = tasks.begin / num_tiles;
+  int first = tasks.begin / num_parts;
 #pragma unroll 1
   while (guessing || first < end_token()) {
     if (!guessing || may_guess) look_up(first);
@@ -192,20 +192,20 @@ __device__ __forceinline__ bool send_held(LowLatencyRun& run, const LowLatencyCo
         right = right && (owner == held.without || num_tokens[owner] == guess);
       if (!right) {
         held.num_tokens = num_tokens;
-        tasks = TaskRange(held.total() * num_tiles, run.num_carriers(), static_cast<int>(blockIdx.x));
-        first = tasks.begin / num_tiles;
+        tasks = TaskRange(held.total() * num_parts, run.num_carriers(), static_cast<int>(blockIdx.x));
+        first = tasks.begin / num_parts;
         continue;
       }
       if (first >= end_token()) break;
     }
-    const int begin = max(tasks.begin, first * num_tiles), end = min(tasks.end, (first + warps) * num_tiles);
+    const int begin = max(tasks.begin, first * num_parts), end = min(tasks.end, (first + warps) * num_parts);
 #pragma unroll 1
     for (int at = begin + warp; at < end; at += warps) {
-      const int i = at / num_tiles - first;
+      const int i = at / num_parts - first;
       const TokenInfo info = memory.infos[i];
       if (info.num_terms > 0)
-        send_held_tile<T, kByExpert>(run, params, info, memory.chunk.terms + i * topk,
-                                     LaneTile(params.row_bytes, at % num_tiles));
+        send_held_tile<T, Width, kByExpert>(run, params, info, memory.chunk.terms + i * topk,
+                                            LaneTile<Width>(params.row_bytes, at % num_parts));
     }
     __syncthreads();
     first += warps;

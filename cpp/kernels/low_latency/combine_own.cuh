@@ -48,23 +48,23 @@ __device__ __forceinline__ bool look_up_own(const LowLatencyRun& run, const LowL
 }
 
 // O3. A tile of a token's result.
-template <typename T, bool kByExpert>
+template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ bool receive_tile(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                             const TokenInfo& info, const Term* terms, const LaneTile& tile) {
+                                             const TokenInfo& info, const Term* terms, const LaneTile<Width>& tile) {
   const LowLatencyCombineArgs& args = params.args;
   const layout::LowLatencyCombineSlot& slot = params.slot;
   char* mine = run.my_slot();
-  LaneSums<T> sums;
+  LaneSums<T, Width> sums;
   if constexpr (kByExpert) {
     if (!take_tiles(
             run.scope, tile, info.num_terms,
             [&](int n) { return slot.expert_row(mine, info.token, static_cast<int>(terms[n].at)); },
             [&](int n) { return terms[n].holder; }, [](int) { return false; },
-            [&](int n, const LaneVectors& vectors) { sums.add(terms[n].weight, vectors); }))
+            [&](int n, const LaneVectors<Width>& vectors) { sums.add(terms[n].weight, vectors); }))
       return false;
   } else {
-    LaneVectors own{};
-    if (info.num_terms > 0) own = sum_local_rows<T>(params, terms, info.num_terms, tile);
+    LaneVectors<Width> own{};
+    if (info.num_terms > 0) own = sum_local_rows<T, Width>(params, terms, info.num_terms, tile);
     const auto holder = [&](int n) {  // the n-th in rank order
       std::uint64_t rest = info.holders;
       for (; n > 0; --n) rest &= rest - 1;
@@ -74,41 +74,41 @@ __device__ __forceinline__ bool receive_tile(const LowLatencyRun& run, const Low
     if (!take_tiles(
             run.scope, tile, __popcll(info.holders),
             [&](int n) { return slot.reduced_row(mine, holder(n), info.token); }, holder, is_mine,
-            [&](int n, LaneVectors vectors) {
+            [&](int n, LaneVectors<Width> vectors) {
               if (is_mine(n)) vectors = own;
               sums.add(vectors);
             }))
       return false;
   }
-  const LaneVectors result = sums.rounded();
+  const LaneVectors<Width> result = sums.rounded();
   char* out = static_cast<char*>(args.out) + info.token * args.out_stride;
   if (params.out_alignment == 16) {
     tile.store_vectors(out, result);
   } else {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
       if (tile.has_vector(j)) store_16_unaligned(out + tile.vector_offset(j), result.v[j], params.out_alignment);
   }
   return true;
 }
 
 // The second half: this block's share of the tiles of this rank's tokens.
-template <typename T, bool kByExpert>
+template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ void receive_own(const LowLatencyRun& run, const LowLatencyCombineParams& params,
                                             const BlockMemory& memory) {
   const LowLatencyCombineArgs& args = params.args;
   const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
-  const int num_tiles = params.slot.num_tiles, topk = args.ids.topk, carriers = run.num_carriers();
-  const int total = static_cast<int>(args.ids.num_tokens) * num_tiles;
+  const int num_parts = params.num_parts, topk = args.ids.topk, carriers = run.num_carriers();
+  const int total = static_cast<int>(args.ids.num_tokens) * num_parts;
   // Blocks that have sent nothing, or would have if all had as many tokens, are the first to receive.
   const int senders = run.is_whole() ? (total * (run.num_ranks() - 1) + warps - 1) / warps : 0;
   const int block = (static_cast<int>(blockIdx.x) + carriers - senders % carriers) % carriers;
   const TaskRange tasks(total, carriers, block);
   if (tasks.begin >= tasks.end) return;
-  const int end_token = (tasks.end - 1) / num_tiles + 1;
+  const int end_token = (tasks.end - 1) / num_parts + 1;
   bool ok = !run.failed;
 #pragma unroll 1
-  for (int first = tasks.begin / num_tiles; first < end_token; first += warps) {
+  for (int first = tasks.begin / num_parts; first < end_token; first += warps) {
     if (first + warp < end_token) {
       TokenInfo info;
       ok = look_up_own<kByExpert>(run, params, first + warp, memory.entries, memory.chunk.terms + warp * topk, &info) &&
@@ -116,12 +116,12 @@ __device__ __forceinline__ void receive_own(const LowLatencyRun& run, const LowL
       if (lane_id() == 0) memory.infos[warp] = info;
     }
     if (!__syncthreads_and(ok)) return;
-    const int begin = max(tasks.begin, first * num_tiles), end = min(tasks.end, (first + warps) * num_tiles);
+    const int begin = max(tasks.begin, first * num_parts), end = min(tasks.end, (first + warps) * num_parts);
 #pragma unroll 1
     for (int at = begin + warp; ok && at < end; at += warps) {
-      const int i = at / num_tiles - first;
-      ok = receive_tile<T, kByExpert>(run, params, memory.infos[i], memory.chunk.terms + i * topk,
-                                      LaneTile(params.row_bytes, at % num_tiles));
+      const int i = at / num_parts - first;
+      ok = receive_tile<T, Width, kByExpert>(run, params, memory.infos[i], memory.chunk.terms + i * topk,
+                                             LaneTile<Width>(params.row_bytes, at % num_parts));
     }
     if (first + warps < end_token && !__syncthreads_and(ok)) return;
   }

@@ -55,7 +55,7 @@ __device__ bool collect_ids(const LowLatencyRun& run, const LowLatencyDispatchPa
 }
 
 // The second half of a block that carries rows, if all has gone well so far.
-template <class Rows>
+template <class Rows, class Width>
 __device__ void receive_rows(const LowLatencyRun& run, const LowLatencyDispatchParams& params, bool ok,
                              char* shared_memory, TileBuffer& buffer, Arrival& arrival) {
   constexpr int kItems = ReceiveShared::kItems;
@@ -66,7 +66,7 @@ __device__ void receive_rows(const LowLatencyRun& run, const LowLatencyDispatchP
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warp = thread / 32;
   const int warps = threads / 32, topk = params.args.ids.topk, row_tasks = params.num_row_tasks;
   const ReceiveShared shared(shared_memory, num_local, topk);
-  const RowReceiver<Rows> receiver(run, params, shared, buffer);
+  const RowReceiver<Rows, Width> receiver(run, params, shared, buffer);
   const auto clear_counts = [&] {
     for (int local = thread; local < num_local; local += threads) shared.counts[local] = 0;
   };
@@ -111,7 +111,7 @@ __device__ void receive_rows(const LowLatencyRun& run, const LowLatencyDispatchP
     // Units are asked for before it is known whether they come.
     int at = begin + warp;
     RowTask task{};
-    typename RowReceiver<Rows>::Ahead ahead = receiver.nothing();
+    typename RowReceiver<Rows, Width>::Ahead ahead = receiver.nothing();
     if (at < end) {
       task = task_at(at);
       ahead = receiver.load_ahead(task);
@@ -124,7 +124,7 @@ __device__ void receive_rows(const LowLatencyRun& run, const LowLatencyDispatchP
     while (ok && at < end) {
       const int next = at + warps;
       RowTask next_task{};
-      typename RowReceiver<Rows>::Ahead next_ahead = receiver.nothing();
+      typename RowReceiver<Rows, Width>::Ahead next_ahead = receiver.nothing();
       if (next < end) {
         next_task = task_at(next);
         if (num_copies[next_task.item] > 0) next_ahead = receiver.load_ahead(next_task);
@@ -188,7 +188,7 @@ __device__ void run_clerk(const LowLatencyRun& run, const LowLatencyDispatchPara
         static_cast<std::int32_t>(num_tokens[thread]);
 }
 
-template <class Rows>
+template <class Rows, class Width>
 __global__ void __launch_bounds__(LowLatencyTuning::kThreads, 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain,
                     const __grid_constant__ LowLatencyDispatchParams params) {
@@ -203,9 +203,9 @@ __global__ void __launch_bounds__(LowLatencyTuning::kThreads, 1)
     run_clerk(run, params, reinterpret_cast<std::uint32_t*>(shared_memory), arrival);
   } else {
     bool ok = true;
-    if (run.sends()) ok = send_rows<Rows>(run, params, buffer);
+    if (run.sends()) ok = send_rows<Rows, Width>(run, params, buffer);
     if (run.receives()) {
-      receive_rows<Rows>(run, params, ok, shared_memory, buffer, arrival);
+      receive_rows<Rows, Width>(run, params, ok, shared_memory, buffer, arrival);
     } else {
       __syncthreads();
       arrival.make(run);
@@ -254,31 +254,42 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   LowLatencyDispatchParams params;
   params.args = args;
   params.slot = slot_of(domain.num_ranks, args);
-  params.num_row_tasks = params.slot.num_tiles + params.slot.num_scale_tiles + 1;
   params.num_scales =
       static_cast<int>(args.cast ? args.row_bytes / kCastBlock / (args.ue8m0 ? 4 : 1) : args.scales.num_items);
   params.x_alignment = common_alignment(reinterpret_cast<std::uintptr_t>(args.x) |
                                         static_cast<std::uint64_t>(args.num_tokens > 1 ? args.row_stride : 0) | 16u);
-  check_range("tasks of a call", args.call.max_tokens * domain.num_ranks * params.num_row_tasks, 0, INT32_MAX);
+  const auto set_parts = [&](int parts_per_tile) {
+    params.num_parts = params.slot.num_tiles * parts_per_tile;
+    params.num_row_tasks = params.num_parts + params.slot.num_scale_tiles + 1;
+    check_range("tasks of a call", args.call.max_tokens * domain.num_ranks * params.num_row_tasks, 0, INT32_MAX);
+  };
   // As if all ranks had as many tokens as this one; with more than that it takes longer.
-  const std::int64_t row_tasks = args.num_tokens * params.num_row_tasks;
+  const std::int64_t sent = args.call.half == LowLatencyHalf::kReceive ? 0 : args.num_tokens;
+  const std::int64_t received = args.call.half == LowLatencyHalf::kSend ? 0 : args.num_tokens * domain.num_ranks;
+  set_parts(Narrow::kParts);
+  const bool narrow = fits_one_round(args.call, (sent + received) * params.num_row_tasks);
+  if (!narrow) set_parts(Wide::kParts);
   const int num_blocks =
-      num_low_latency_blocks(args.call, args.call.half == LowLatencyHalf::kReceive ? 0 : row_tasks,
-                             args.call.half == LowLatencyHalf::kSend ? 0 : row_tasks * domain.num_ranks);
+      num_low_latency_blocks(args.call, sent * params.num_row_tasks, received * params.num_row_tasks);
   with_rows(args, [&](auto rows) {
-    launch(dispatch_kernel<decltype(rows)>, num_blocks, LowLatencyTuning::kThreads / 32,
-           shared_bytes(args.call.num_experts, domain.num_ranks, args.ids.topk), stream, true,
-           "launch of low_latency_dispatch", domain, params);
+    using Rows = decltype(rows);
+    launch(narrow ? dispatch_kernel<Rows, Narrow> : dispatch_kernel<Rows, Wide>, num_blocks,
+           LowLatencyTuning::kThreads / 32, shared_bytes(args.call.num_experts, domain.num_ranks, args.ids.topk),
+           stream, true, "launch of low_latency_dispatch", domain, params);
   });
 }
 
 void prepare_low_latency_dispatch() {
   const int most = static_cast<int>(std::max(shared_bytes(layout::kMaxExperts, 1, layout::kMaxTopk),
                                              shared_bytes(layout::kMaxExperts, layout::kMaxKernelRanks, 1)));
-  load_kernel(dispatch_kernel<AsTheyAre>, most);
-  load_kernel(dispatch_kernel<CastFrom<__nv_bfloat16>>, most);
-  load_kernel(dispatch_kernel<CastFrom<__half>>, most);
-  load_kernel(dispatch_kernel<CastFrom<float>>, most);
+  const auto load = [&](auto rows) {
+    load_kernel(dispatch_kernel<decltype(rows), Narrow>, most);
+    load_kernel(dispatch_kernel<decltype(rows), Wide>, most);
+  };
+  load(AsTheyAre{});
+  load(CastFrom<__nv_bfloat16>{});
+  load(CastFrom<__half>{});
+  load(CastFrom<float>{});
 }
 
 }  // namespace deep_moe::kernels

@@ -153,7 +153,7 @@ struct RowTask {
   int item, src, token, part, num_copies;
 };
 
-template <class Rows>
+template <class Rows, class Width>
 class RowReceiver {
  public:
   __device__ RowReceiver(const LowLatencyRun& run, const LowLatencyDispatchParams& params, const ReceiveShared& shared,
@@ -166,16 +166,16 @@ class RowReceiver {
 
   // What a task waits for, asked for ahead.
   struct Ahead {
-    LaneUnits units;
+    LaneUnits<Width> units;
     uint4 scales;
   };
-  __device__ __forceinline__ Ahead nothing() const { return {no_units(run_.tag), no_unit(run_.tag)}; }
+  __device__ __forceinline__ Ahead nothing() const { return {no_units<Width>(run_.tag), no_unit(run_.tag)}; }
   __device__ __forceinline__ Ahead load_ahead(const RowTask& task) const {
     Ahead ahead = nothing();
-    if (is_mine(task) || task.part >= params_.slot.num_tiles) return ahead;
-    const LaneTile tile(params_.args.row_bytes, task.part);
+    if (is_mine(task) || task.part >= params_.num_parts) return ahead;
+    const LaneTile<Width> tile(params_.args.row_bytes, task.part);
     tile.load_units(row(task), &ahead.units);
-    if (params_.slot.num_scale_units > 0 && has_scale_unit(tile))
+    if (params_.slot.num_scale_units > 0 && tile.has_scale_unit())
       ahead.scales = ptx::ld_relaxed_sys_16(row(task) + scale_unit_offset(params_.slot, tile));
     return ahead;
   }
@@ -183,9 +183,9 @@ class RowReceiver {
   // The whole warp. False: leave.
   __device__ __forceinline__ bool run(const RowTask& task, Ahead& ahead) const {
     const layout::LowLatencyDispatchSlot& slot = params_.slot;
-    if (task.part >= slot.num_tiles + slot.num_scale_tiles) return receive_words(task);
+    if (task.part >= params_.num_parts + slot.num_scale_tiles) return receive_words(task);
     if (task.num_copies == 0) return true;
-    if (task.part >= slot.num_tiles) return receive_scale_tile(task, task.part - slot.num_tiles);
+    if (task.part >= params_.num_parts) return receive_scale_tile(task, task.part - params_.num_parts);
     return receive_tile(task, ahead);
   }
 
@@ -203,13 +203,13 @@ class RowReceiver {
 
   __device__ __forceinline__ bool receive_tile(const RowTask& task, Ahead& ahead) const {
     const LowLatencyDispatchArgs& args = params_.args;
-    const LaneTile tile(args.row_bytes, task.part);
-    LaneVectors vectors;
+    const LaneTile<Width> tile(args.row_bytes, task.part);
+    LaneVectors<Width> vectors;
     if (is_mine(task)) {
-      TileInput<Rows> input(params_, task.token, tile);
+      TileInput<Rows, Width> input(params_, task.token, tile);
       vectors = input.finish(params_, &ahead.scales);
     } else {
-      const bool has_scales = params_.slot.num_scale_units > 0 && has_scale_unit(tile);
+      const bool has_scales = params_.slot.num_scale_units > 0 && tile.has_scale_unit();
       const char* from = row(task);
       if (!await_units(run_.scope, layout::WaitPhase::kUnits, task.src, from, tile, &ahead.units,
                        has_scales ? from + scale_unit_offset(params_.slot, tile) : nullptr, &ahead.scales))
@@ -219,23 +219,24 @@ class RowReceiver {
 #pragma unroll 1
     for (int copy = 0; copy < task.num_copies; ++copy)
       tile.store_vectors(static_cast<char*>(args.recv_x) + copy_of(task, copy) * args.row_bytes, vectors);
-    if (params_.slot.num_scale_units > 0) store_scales(task, ahead.scales);
+    if (params_.slot.num_scale_units > 0) store_scales(task, tile, ahead.scales);
     return true;
   }
 
   // Each of the lanes that share scales takes a copy.
-  __device__ __forceinline__ void store_scales(const RowTask& task, const uint4& scales) const {
-    constexpr int kGroups = layout::kScaleUnitsPerTile;
-    const int holder = lane_id() / kCastLanes * kCastLanes;
+  __device__ __forceinline__ void store_scales(const RowTask& task, const LaneTile<Width>& tile,
+                                               const uint4& scales) const {
+    constexpr int kGroups = layout::kScaleUnitsPerTile, kSharers = 32 * Width::kParts / kGroups;
+    const int holder = tile.lane_with_scales();
     const std::uint32_t bits[] = {__shfl_sync(0xffffffffu, scales.x, holder),
                                   __shfl_sync(0xffffffffu, scales.y, holder),
                                   __shfl_sync(0xffffffffu, scales.z, holder)};
     const std::int64_t num_blocks = params_.args.row_bytes / kCastBlock;
 #pragma unroll 1
-    for (int copy = lane_id() % kCastLanes; copy < task.num_copies; copy += kCastLanes) {
+    for (int copy = lane_id() % kSharers; copy < task.num_copies; copy += kSharers) {
 #pragma unroll
       for (int j = 0; j < layout::kLaneVectors; ++j) {
-        const int block = (task.part * layout::kLaneVectors + j) * kGroups + lane_id() / kCastLanes;
+        const int block = (tile.tile * layout::kLaneVectors + j) * kGroups + tile.scale_group();
         if (block >= num_blocks) break;
         if (params_.args.ue8m0) {
           const std::int64_t word = scale_index(task, copy, block / 4, params_.num_scales);
@@ -255,11 +256,11 @@ class RowReceiver {
     if (is_mine(task)) {
       gather_scales(scales, task.token, items, buffer_);
     } else {
-      const LaneTile lane((scales.num_items * scales.item_bytes + 15) / 16 * 16, tile);
+      const LaneTile<Wide> lane((scales.num_items * scales.item_bytes + 15) / 16 * 16, tile);
       const char* from = row(task) + params_.slot.scales_offset;
-      LaneUnits units = no_units(run_.tag);
+      LaneUnits<Wide> units = no_units<Wide>(run_.tag);
       if (!await_units(run_.scope, layout::WaitPhase::kUnits, task.src, from, lane, &units)) return false;
-      const LaneVectors vectors = to_vectors(units);
+      const LaneVectors<Wide> vectors = to_vectors(units);
 #pragma unroll
       for (int j = 0; j < layout::kLaneVectors; ++j)
         reinterpret_cast<uint4*>(buffer_.bytes)[32 * j + lane_id()] = vectors.v[j];

@@ -14,7 +14,8 @@ namespace deep_moe::kernels {
 struct LowLatencyDispatchParams {
   LowLatencyDispatchArgs args;
   layout::LowLatencyDispatchSlot slot;
-  int num_row_tasks = 0;  // of a row: its tiles, and one for ids and weights
+  int num_parts = 0;      // of a row
+  int num_row_tasks = 0;  // its parts, tiles of scales, and one for ids and weights
   int num_scales = 0;     // a row, as received
   int x_alignment = 16;
 };
@@ -25,72 +26,79 @@ template <typename T>
 struct CastFrom {};
 
 // A lane's part of a tile of one of this rank's rows: loaded, then, once it is needed, as it travels.
-template <class Rows>
+template <class Rows, class Width>
 struct TileInput;
 
-template <>
-struct TileInput<AsTheyAre> {
-  LaneVectors vectors;
+template <class Width>
+struct TileInput<AsTheyAre, Width> {
+  LaneVectors<Width> vectors;
   __device__ __forceinline__ TileInput(const LowLatencyDispatchParams& params, std::int64_t token,
-                                       const LaneTile& tile) {
+                                       const LaneTile<Width>& tile) {
     const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
     if (params.x_alignment == 16) {
 #pragma unroll
-      for (int j = 0; j < layout::kLaneVectors; ++j)
+      for (int j = 0; j < Width::kVectors; ++j)
         if (tile.has_vector(j)) vectors.v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
     } else {
 #pragma unroll
-      for (int j = 0; j < layout::kLaneVectors; ++j)
+      for (int j = 0; j < Width::kVectors; ++j)
         if (tile.has_vector(j)) vectors.v[j] = load_16_unaligned(row + tile.vector_offset(j), params.x_alignment);
     }
   }
-  __device__ __forceinline__ const LaneVectors& finish(const LowLatencyDispatchParams&, uint4*) { return vectors; }
-};
-
-template <typename T>
-struct TileInput<CastFrom<T>> {
-  CastInput<T> inputs[layout::kLaneVectors];
-  __device__ __forceinline__ TileInput(const LowLatencyDispatchParams& params, std::int64_t token, const LaneTile& tile)
-      : inputs{} {
-    const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
-#pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
-      if (tile.has_vector(j))
-        inputs[j].load(row + tile.vector_offset(j) * static_cast<int>(sizeof(T)), params.x_alignment);
-  }
-  // With the scales of the lane's three blocks as payload of a unit.
-  __device__ __forceinline__ LaneVectors finish(const LowLatencyDispatchParams& params, uint4* scales) {
-    LaneVectors vectors;
-    float scale[layout::kLaneVectors];
-#pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
-      vectors.v[j] = cast_block(inputs[j], params.args.round_scale, &scale[j]);
-    *scales = make_uint4(__float_as_uint(scale[0]), __float_as_uint(scale[1]), __float_as_uint(scale[2]), 0);
+  __device__ __forceinline__ const LaneVectors<Width>& finish(const LowLatencyDispatchParams&, uint4*) {
     return vectors;
   }
 };
 
-// Lanes that share scales; the first of them has the unit.
-__device__ __forceinline__ bool has_scale_unit(const LaneTile& tile) {
-  return lane_id() % kCastLanes == 0 && tile.num_vectors > 0;
-}
+template <typename T, class Width>
+struct TileInput<CastFrom<T>, Width> {
+  CastInput<T> inputs[Width::kVectors];
+  __device__ __forceinline__ TileInput(const LowLatencyDispatchParams& params, std::int64_t token,
+                                       const LaneTile<Width>& tile)
+      : inputs{} {
+    const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
+#pragma unroll
+    for (int j = 0; j < Width::kVectors; ++j)
+      if (tile.has_vector(j))
+        inputs[j].load(row + tile.vector_offset(j) * static_cast<int>(sizeof(T)), params.x_alignment);
+  }
+  // In the lane with scales also those of the three blocks, as payload of a unit.
+  __device__ __forceinline__ LaneVectors<Width> finish(const LowLatencyDispatchParams& params, uint4* scales) {
+    LaneVectors<Width> vectors;
+    float scale[Width::kVectors];
+#pragma unroll
+    for (int j = 0; j < Width::kVectors; ++j)
+      vectors.v[j] = cast_block<Width::kNeighbour>(inputs[j], params.args.round_scale, &scale[j]);
+    if constexpr (Width::kVectors == 1) {
+      const std::uint32_t bits = __float_as_uint(scale[0]);
+      *scales = make_uint4(__shfl_sync(0xffffffffu, bits, 0), __shfl_sync(0xffffffffu, bits, 1),
+                           __shfl_sync(0xffffffffu, bits, 2), 0);
+    } else {
+      *scales = make_uint4(__float_as_uint(scale[0]), __float_as_uint(scale[1]), __float_as_uint(scale[2]), 0);
+    }
+    return vectors;
+  }
+};
+
+template <class Width>
 __device__ __forceinline__ std::int64_t scale_unit_offset(const layout::LowLatencyDispatchSlot& slot,
-                                                          const LaneTile& tile) {
+                                                          const LaneTile<Width>& tile) {
   return static_cast<std::int64_t>(slot.scales_offset) +
-         (tile.tile * layout::kScaleUnitsPerTile + lane_id() / kCastLanes) * layout::kUnitBytes;
+         (tile.tile * layout::kScaleUnitsPerTile + tile.scale_group()) * layout::kUnitBytes;
 }
 
 // S3. One tile of a token's row to every rank of `ranks`.
+template <class Width>
 __device__ __forceinline__ void send_tile(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                                          std::int64_t token, const LaneTile& tile, const LaneVectors& vectors,
-                                          uint4 scales, std::uint64_t ranks) {
+                                          std::int64_t token, const LaneTile<Width>& tile,
+                                          const LaneVectors<Width>& vectors, uint4 scales, std::uint64_t ranks) {
   const layout::LowLatencyDispatchSlot& slot = params.slot;
-  const LaneUnits units = to_units(vectors, run.tag);
+  const LaneUnits<Width> units = to_units(vectors, run.tag);
   scales.w = run.tag;
   for_each_rank(ranks, [&](int dst) {
     char* row = slot.row(run.slot_of(dst), run.rank(), token);
     tile.store_units(row, units);
-    if (slot.num_scale_units > 0 && has_scale_unit(tile))
+    if (slot.num_scale_units > 0 && tile.has_scale_unit())
       ptx::st_relaxed_sys_16(row + scale_unit_offset(slot, tile), scales);
   });
 }
@@ -120,12 +128,12 @@ __device__ __forceinline__ void send_scale_tile(const LowLatencyRun& run, const 
   const ScaleRows& scales = params.args.scales;
   const ScaleTile items(scales, tile);
   gather_scales(scales, token, items, buffer);
-  const LaneTile lane((scales.num_items * scales.item_bytes + 15) / 16 * 16, tile);
-  LaneVectors vectors;
+  const LaneTile<Wide> lane((scales.num_items * scales.item_bytes + 15) / 16 * 16, tile);
+  LaneVectors<Wide> vectors;
 #pragma unroll
   for (int j = 0; j < layout::kLaneVectors; ++j)
     vectors.v[j] = reinterpret_cast<const uint4*>(buffer.bytes)[32 * j + lane_id()];
-  const LaneUnits units = to_units(vectors, run.tag);
+  const LaneUnits<Wide> units = to_units(vectors, run.tag);
   for_each_rank(ranks, [&](int dst) {
     lane.store_units(params.slot.row(run.slot_of(dst), run.rank(), token) + params.slot.scales_offset, units);
   });
@@ -194,13 +202,13 @@ __device__ __forceinline__ void send_words(const LowLatencyRun& run, const LowLa
 }
 
 // The first half: this block's tasks. False: leave.
-template <class Rows>
+template <class Rows, class Width>
 __device__ __forceinline__ bool send_rows(LowLatencyRun& run, const LowLatencyDispatchParams& params,
                                           TileBuffer& buffer) {
   const LowLatencyDispatchArgs& args = params.args;
   const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
   const int warps = static_cast<int>(blockDim.x / 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int total = static_cast<int>(args.num_tokens) * params.num_row_tasks, num_tiles = params.slot.num_tiles;
+  const int total = static_cast<int>(args.num_tokens) * params.num_row_tasks, num_parts = params.num_parts;
   bool ok = true;
 #pragma unroll 1
   for (int i = static_cast<int>(blockIdx.x) * warps + warp; ok && i < total; i += run.num_carriers() * warps) {
@@ -211,11 +219,11 @@ __device__ __forceinline__ bool send_rows(LowLatencyRun& run, const LowLatencyDi
       const std::uint64_t ranks = ids.ranks(experts);
       return run.is_whole() ? ranks & ~(std::uint64_t{1} << run.rank()) : ranks;
     };
-    if (task < num_tiles) {
-      const LaneTile tile(args.row_bytes, task);
-      TileInput<Rows> input(params, token, tile);
+    if (task < num_parts) {
+      const LaneTile<Width> tile(args.row_bytes, task);
+      TileInput<Rows, Width> input(params, token, tile);
       uint4 scales = make_uint4(0, 0, 0, 0);
-      const LaneVectors vectors = input.finish(params, &scales);
+      const LaneVectors<Width> vectors = input.finish(params, &scales);
       const std::uint64_t ranks = ranks_of(TokenIds(raw, run.call.num_experts));
       ok = await_slot(run);
       if (ok) send_tile(run, params, token, tile, vectors, scales, ranks);
@@ -224,8 +232,8 @@ __device__ __forceinline__ bool send_rows(LowLatencyRun& run, const LowLatencyDi
       const std::uint64_t ranks = ranks_of(ids);
       ok = await_slot(run);
       if (!ok) break;
-      if (task < num_tiles + params.slot.num_scale_tiles)
-        send_scale_tile(run, params, token, task - num_tiles, ranks, buffer);
+      if (task < num_parts + params.slot.num_scale_tiles)
+        send_scale_tile(run, params, token, task - num_parts, ranks, buffer);
       else
         send_words(run, params, token, ids, ranks, buffer);
     }

@@ -27,6 +27,11 @@ inline int num_low_latency_blocks(const LowLatencyCall& call, std::int64_t send_
   return static_cast<int>(std::min<std::int64_t>(call.num_blocks, carriers + 2));
 }
 
+// Whether every warp has a task at most: then it had better be a small one.
+inline bool fits_one_round(const LowLatencyCall& call, std::int64_t tasks) {
+  return tasks <= static_cast<std::int64_t>(call.num_blocks - 2) * (LowLatencyTuning::kThreads / 32);
+}
+
 void prepare_low_latency_dispatch();
 void prepare_low_latency_combine();
 

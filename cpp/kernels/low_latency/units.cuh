@@ -9,59 +9,125 @@
 
 namespace deep_moe::kernels {
 
-// A tile's bytes in a lane, as vectors and as payload of units.
-struct LaneVectors {
-  uint4 v[layout::kLaneVectors];
-};
-struct LaneUnits {
-  uint4 u[layout::kLaneUnits];
-};
-
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 
-__device__ __forceinline__ LaneUnits to_units(const LaneVectors& in, std::uint32_t tag) {
+// How a warp covers a tile. Wide: a lane has all its vectors and units, which takes the fewest instructions in all.
+// Narrow: four lanes stand for one, lane q of a quad for its vector q and its unit q, and the warp covers a quarter of
+// the tile, which takes the fewest instructions a warp. The bytes that travel are the same.
+struct Wide {
+  static constexpr int kVectors = layout::kLaneVectors, kUnits = layout::kLaneUnits;
+  static constexpr int kParts = 1;      // of a tile
+  static constexpr int kNeighbour = 1;  // lanes between those with the same vector of neighbours
+};
+struct Narrow {
+  static constexpr int kVectors = 1, kUnits = 1;
+  static constexpr int kParts = 4;
+  static constexpr int kNeighbour = 4;
+};
+
+// A tile's bytes in a lane, as vectors and as payload of units.
+template <class Width>
+struct LaneVectors {
+  uint4 v[Width::kVectors];
+};
+template <class Width>
+struct LaneUnits {
+  uint4 u[Width::kUnits];
+};
+
+__device__ __forceinline__ LaneUnits<Wide> to_units(const LaneVectors<Wide>& in, std::uint32_t tag) {
   return {{make_uint4(in.v[0].x, in.v[0].y, in.v[0].z, tag), make_uint4(in.v[0].w, in.v[1].x, in.v[1].y, tag),
            make_uint4(in.v[1].z, in.v[1].w, in.v[2].x, tag), make_uint4(in.v[2].y, in.v[2].z, in.v[2].w, tag)}};
 }
-__device__ __forceinline__ LaneVectors to_vectors(const LaneUnits& in) {
+__device__ __forceinline__ LaneVectors<Wide> to_vectors(const LaneUnits<Wide>& in) {
   return {{make_uint4(in.u[0].x, in.u[0].y, in.u[0].z, in.u[1].x),
            make_uint4(in.u[1].y, in.u[1].z, in.u[2].x, in.u[2].y),
            make_uint4(in.u[2].z, in.u[3].x, in.u[3].y, in.u[3].z)}};
 }
 
-// What one lane has of one tile of a row.
-struct LaneTile {
-  int tile;
-  int num_vectors;
+// The whole warp. Unit q has words 3 q to 3 q + 2 of the quad's twelve: from vector 3 q / 4 and the next.
+__device__ __forceinline__ LaneUnits<Narrow> to_units(const LaneVectors<Narrow>& in, std::uint32_t tag) {
+  const int q = lane_id() % 4, quad = lane_id() - q, first = quad + 3 * q / 4, second = quad + (3 * q + 2) / 4;
+  const uint4 mine = in.v[0];
+  const auto from = [](std::uint32_t word, int lane) { return __shfl_sync(0xffffffffu, word, lane); };
+  const uint4 a = make_uint4(from(mine.x, first), from(mine.y, first), from(mine.z, first), from(mine.w, first));
+  const uint2 b = make_uint2(from(mine.x, second), from(mine.y, second));
+  return {{make_uint4(q == 0   ? a.x
+                      : q == 1 ? a.w
+                      : q == 2 ? a.z
+                               : a.y,
+                      q == 0   ? a.y
+                      : q == 1 ? b.x
+                      : q == 2 ? a.w
+                               : a.z,
+                      q == 0   ? a.z
+                      : q == 1 ? b.y
+                      : q == 2 ? b.x
+                               : a.w,
+                      tag)}};
+}
+// Vector q has words 4 q to 4 q + 3: from unit q and the next.
+__device__ __forceinline__ LaneVectors<Narrow> to_vectors(const LaneUnits<Narrow>& in) {
+  const int q = lane_id() % 4, next = lane_id() - q + min(q + 1, 3);
+  const uint4 a = in.u[0];
+  const auto from = [&](std::uint32_t word) { return __shfl_sync(0xffffffffu, word, next); };
+  const uint3 b = make_uint3(from(a.x), from(a.y), from(a.z));
+  return {{make_uint4(q == 0   ? a.x
+                      : q == 1 ? a.y
+                               : a.z,
+                      q == 0   ? a.y
+                      : q == 1 ? a.z
+                               : b.x,
+                      q == 0   ? a.z
+                      : q == 1 ? b.x
+                               : b.y,
+                      q == 0   ? b.x
+                      : q == 1 ? b.y
+                               : b.z)}};
+}
 
-  __device__ __forceinline__ LaneTile(std::int64_t row_bytes, int tile_) : tile(tile_) {
-    const int rest = static_cast<int>(row_bytes / 16) - tile * layout::kTileVectors - lane_id();
+// What one lane has of one part of a row: a tile, or a quarter of one.
+template <class Width>
+struct LaneTile {
+  int tile, lane, first;  // first: of the lane's vectors and units
+  int num_vectors;        // of the lane, or of those that stand for it
+
+  __device__ __forceinline__ LaneTile(std::int64_t row_bytes, int part)
+      : tile(part / Width::kParts),
+        lane(Width::kParts == 1 ? lane_id() : part % Width::kParts * 8 + lane_id() / 4),
+        first(Width::kParts == 1 ? 0 : lane_id() % 4) {
+    const int rest = static_cast<int>(row_bytes / 16) - tile * layout::kTileVectors - lane;
     num_vectors = min(layout::kLaneVectors, (max(rest, 0) + 31) / 32);
   }
-  __device__ __forceinline__ bool has_vector(int j) const { return j < num_vectors; }
-  __device__ __forceinline__ bool has_unit(int j) const { return num_vectors > 0 && j <= num_vectors; }
+  __device__ __forceinline__ bool has_vector(int j) const { return first + j < num_vectors; }
+  __device__ __forceinline__ bool has_unit(int j) const { return num_vectors > 0 && first + j <= num_vectors; }
   // Of vector j in the row; of unit j in the row as it travels.
   __device__ __forceinline__ std::int64_t vector_offset(int j) const {
-    return static_cast<std::int64_t>(tile * layout::kTileVectors + 32 * j + lane_id()) * 16;
+    return static_cast<std::int64_t>(tile * layout::kTileVectors + 32 * (first + j) + lane) * 16;
   }
   __device__ __forceinline__ std::int64_t unit_offset(int j) const {
-    return static_cast<std::int64_t>(tile) * layout::kTileBytes + (32 * j + lane_id()) * layout::kUnitBytes;
+    return static_cast<std::int64_t>(tile) * layout::kTileBytes + (32 * (first + j) + lane) * layout::kUnitBytes;
   }
-  __device__ __forceinline__ void store_units(char* row, const LaneUnits& units) const {
+  __device__ __forceinline__ void store_units(char* row, const LaneUnits<Width>& units) const {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneUnits; ++j)
+    for (int j = 0; j < Width::kUnits; ++j)
       if (has_unit(j)) ptx::st_relaxed_sys_16(row + unit_offset(j), units.u[j]);
   }
-  __device__ __forceinline__ void load_units(const char* row, LaneUnits* units) const {
+  __device__ __forceinline__ void load_units(const char* row, LaneUnits<Width>* units) const {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneUnits; ++j)
+    for (int j = 0; j < Width::kUnits; ++j)
       if (has_unit(j)) units->u[j] = ptx::ld_relaxed_sys_16(row + unit_offset(j));
   }
-  __device__ __forceinline__ void store_vectors(char* row, const LaneVectors& vectors) const {
+  __device__ __forceinline__ void store_vectors(char* row, const LaneVectors<Width>& vectors) const {
 #pragma unroll
-    for (int j = 0; j < layout::kLaneVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
       if (has_vector(j)) ptx::st_weak_16(row + vector_offset(j), vectors.v[j]);
   }
+
+  // Scales: of the eight lanes' vector j that make a block, in lane_with_scales() for all three j.
+  __device__ __forceinline__ int scale_group() const { return lane / 8; }
+  __device__ __forceinline__ int lane_with_scales() const { return Width::kParts == 1 ? lane_id() / 8 * 8 : 0; }
+  __device__ __forceinline__ bool has_scale_unit() const { return lane_id() == lane_with_scales() && num_vectors > 0; }
 };
 
 // Loads a unit of this call until it is there; `*unit` holds an earlier try. False: leave.
@@ -81,14 +147,15 @@ __device__ __forceinline__ bool await_unit(const WaitScope& scope, layout::WaitP
 
 // The same for all units of a lane, and one more, of its scales, if `scale_address` is not null. The same answer in the
 // whole warp.
+template <class Width>
 __device__ __forceinline__ bool await_units(const WaitScope& scope, layout::WaitPhase phase, int peer, const char* row,
-                                            const LaneTile& tile, LaneUnits* units, const void* scale_address = nullptr,
-                                            uint4* scales = nullptr) {
+                                            const LaneTile<Width>& tile, LaneUnits<Width>* units,
+                                            const void* scale_address = nullptr, uint4* scales = nullptr) {
   const std::uint32_t tag = static_cast<std::uint32_t>(scope.epoch);
   const auto different = [&] {  // from the tag, in any of the tags
     std::uint32_t bits = 0;
 #pragma unroll
-    for (int j = 0; j < layout::kLaneUnits; ++j)
+    for (int j = 0; j < Width::kUnits; ++j)
       if (tile.has_unit(j)) bits |= units->u[j].w ^ tag;
     if (scale_address != nullptr) bits |= scales->w ^ tag;
     return std::uint64_t{bits};
@@ -107,8 +174,12 @@ __device__ __forceinline__ bool await_units(const WaitScope& scope, layout::Wait
 
 // A unit that cannot be of this call.
 __device__ __forceinline__ uint4 no_unit(std::uint32_t tag) { return make_uint4(0, 0, 0, ~tag); }
-__device__ __forceinline__ LaneUnits no_units(std::uint32_t tag) {
-  return {{no_unit(tag), no_unit(tag), no_unit(tag), no_unit(tag)}};
+template <class Width>
+__device__ __forceinline__ LaneUnits<Width> no_units(std::uint32_t tag) {
+  LaneUnits<Width> units;
+#pragma unroll
+  for (int j = 0; j < Width::kUnits; ++j) units.u[j] = no_unit(tag);
+  return units;
 }
 
 }  // namespace deep_moe::kernels
