@@ -59,15 +59,17 @@ struct CombineTuning {
 };
 
 struct LowLatencyTuning {
-  static constexpr int kThreads = 512;        // of a block
-  static constexpr int kFewestCarriers = 6;   // blocks for rows, also where this rank has none
-  static constexpr int kItemsPerChunk = 8;    // tokens that a receiving block places at a time
+  static constexpr int kCarriers = 20;        // warps of a block that carry rows, at most ...
+  static constexpr int kFewestCarriers = 4;   // ... and where there is little to do
+  static constexpr int kDispatchOthers = 2;   // warps beside them: ids, weights and counts; what is told to peers
+  static constexpr int kCombineOthers = 1;
+  static constexpr int kFewestTasks = 40;     // as many as a grid has warps for, also where this rank has no rows
+  static constexpr int kNarrowDispatch = 20;  // most warps of a block with which narrow tasks are quicker
+  static constexpr int kNarrowCombine = 10;
   static constexpr int kIdUnitsInFlight = 2;  // of a thread
-  static constexpr int kRowsInFlight = 2;     // of a lane that sums
+  static constexpr int kVectorsInFlight = 6;  // at least, of a lane that sums rows
   static constexpr int kRowsAwaited = 2;      // the same, of rows that peers send
 };
-
-static_assert(LowLatencyTuning::kThreads >= 2 * layout::kMaxKernelRanks, "one thread a rank to post, one to wait");
 
 // Blocks that read ids: none without tokens but the first. `wanted` 0: as tuned.
 inline int num_layout_blocks(std::int64_t num_tokens, int wanted) {

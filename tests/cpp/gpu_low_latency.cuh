@@ -65,6 +65,7 @@ struct LowMode {
   bool weights = true;  // with the dispatch
   bool halves = false;  // dispatch and combine in two launches each
   bool short_ids = false;
+  bool early = false;  // the launch behind starts early
   int num_blocks = 9;
   std::int64_t gap = 0;  // bytes between rows of x, of the combine's input and of its output
   int scale_items = 0;   // opaque rows: scales of scale_bytes each
@@ -339,6 +340,7 @@ class LowCall {
     call.max_tokens = shape_.max_tokens;
     call.num_experts = static_cast<int>(shape_.num_experts);
     call.num_blocks = mode_.num_blocks;
+    call.early = mode_.early;
     return call;
   }
 

@@ -10,12 +10,16 @@
 #include "kernels/tuning.hpp"
 #include "layout/experts.hpp"
 
+#ifdef DM_STAMP
+extern __device__ long long dm_stamps[2][64][24][16];
+#define STAMP(kind, i) do { if (threadIdx.x % 32 == 0 && blockIdx.x < 64) dm_stamps[kind][blockIdx.x][threadIdx.x / 32][i] = clock64(); } while (0)
+#else
+#define STAMP(kind, i)
+#endif
 namespace deep_moe::kernels {
 
-// The call as one thread sees it. All blocks but two carry rows. The herald tells peers about the call; the clerk
-// watches them, and counts.
+// The call as one thread sees it.
 struct LowLatencyRun {
-  static constexpr int kOtherBlocks = 2;
   WaitScope scope;
   const LowLatencyCall& call;
   layout::LowLatencyState& state;
@@ -30,6 +34,7 @@ struct LowLatencyRun {
   __device__ bool receives() const { return call.half != LowLatencyHalf::kSend; }
   // Both halves in one launch: this rank's own rows need not go through the staging.
   __device__ bool is_whole() const { return call.half == LowLatencyHalf::kBoth; }
+  __device__ bool is_live(int rank) const { return (call.live_ranks >> rank & 1) != 0; }
   __device__ char* slot_of(int rank) const {
     return call.staging.bases[rank] + static_cast<std::int64_t>(slot) * call.staging.slot_bytes;
   }
@@ -37,27 +42,24 @@ struct LowLatencyRun {
   __device__ std::uint64_t* consumed(int holder, int of_slot, int writer) const {
     return scope.domain.words.consumed(scope.domain.workspaces[holder], of_slot, writer);
   }
-  __device__ int num_carriers() const { return static_cast<int>(gridDim.x) - kOtherBlocks; }
-  __device__ bool is_herald() const { return blockIdx.x == gridDim.x - 2; }
-  __device__ bool is_clerk() const { return blockIdx.x == gridDim.x - 1; }
 };
 
 __device__ __forceinline__ layout::LowLatencyState& low_latency_state(const DeviceDomain& domain) {
   return *reinterpret_cast<layout::LowLatencyState*>(domain.words.low_latency_state(domain.workspaces[domain.rank]));
 }
 
-// B1. Every thread; nothing before it may touch what earlier launches have written.
-__device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, const LowLatencyCall& call) {
-  ptx::griddepcontrol_wait();
+// B1. Every thread, behind griddepcontrol_wait.
+__device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, const LowLatencyCall& call,
+                                                     WaitFailure* failure) {
   layout::NotifyState& notify = domain.words.state(domain.workspaces[domain.rank]);
   layout::LowLatencyState& state = low_latency_state(domain);
   const bool is_second = call.half == LowLatencyHalf::kReceive;
-  const std::uint64_t epoch =
-      is_second ? ptx::ld_relaxed_gpu(call.epoch) : layout::epoch_of(ptx::ld_relaxed_gpu(&notify.epoch)) + 1;
+  const std::uint64_t word = ptx::ld_relaxed_gpu(is_second ? call.epoch : &notify.epoch);
   const std::uint64_t ready = ptx::ld_relaxed_gpu(&state.ready_epoch);
   const bool failed = ptx::ld_relaxed_gpu(&notify.failed) != 0;
+  const std::uint64_t epoch = is_second ? word : layout::epoch_of(word) + 1;
   const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);
-  return {{domain, epoch, &state.trouble[slot]},
+  return {{domain, epoch, &state.trouble[slot], failure},
           call,
           state,
           static_cast<std::uint32_t>(epoch),
@@ -72,10 +74,11 @@ __device__ __forceinline__ bool await_slot(LowLatencyRun& run) {
   const std::uint64_t last = ptx::ld_relaxed_gpu(&run.state.sent_epoch[run.slot]);
   bool ok = true;
   if (last != ptx::ld_relaxed_gpu(&run.state.trouble[run.slot])) {
+#pragma unroll 1
     for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
-      if (peer == run.rank()) continue;
+      if (peer == run.rank() || !run.is_live(peer)) continue;
       std::uint64_t seen;
-      ok = wait_until(
+      ok = wait_in_line(
                run.scope, layout::WaitPhase::kSlotSpace, peer, last,
                [&] { return ptx::ld_acquire_sys(run.consumed(run.rank(), run.slot, peer)); },
                [&](std::uint64_t epoch) { return epoch >= last; }, &seen) &&
@@ -86,16 +89,23 @@ __device__ __forceinline__ bool await_slot(LowLatencyRun& run) {
   return run.may_write;
 }
 
-// B2. A block says that all its threads have read the epoch and are past await_slot: make, behind a barrier of the
-// block. The last block of the launch ends the epoch: finish, at its end, so that nothing waits for the answer.
+// B2. The warps of a block say, each once, that all their threads have read the epoch and are past await_slot; the last
+// one says so for the block. The last block of the launch ends the epoch: finish, at its end, so that nothing waits for
+// the answer.
 class Arrival {
  public:
+  // `counter`, in shared memory, is zero; so many warps of this block come.
+  __device__ Arrival(int* counter, int num_warps) : counter_(counter), num_warps_(num_warps) {}
+
   __device__ __forceinline__ void make(const LowLatencyRun& run) {
-    if (threadIdx.x != 0 || run.failed || !run.sends()) return;
+    __syncwarp();
+    if (lane_id() != 0 || run.failed || !run.sends() || atomicAdd(counter_, 1) != num_warps_ - 1) return;
     made_ = true;
     before_ = ptx::atom_add_relaxed_gpu(&run.scope.state().epoch, kOne);
   }
-  __device__ __forceinline__ void finish(const LowLatencyRun& run) const {
+  // `ok`: no wait of this thread has failed.
+  __device__ __forceinline__ void finish(const LowLatencyRun& run, bool ok = true) const {
+    if (!ok && !run.failed) report_failure(run.scope.domain, run.scope.epoch, *run.scope.failure);
     if (!made_ || (before_ >> layout::kArrivalShift) != gridDim.x - 1) return;
     ptx::st_relaxed_gpu(&run.state.sent_epoch[run.slot], run.scope.epoch);
     ptx::atom_add_relaxed_gpu(&run.scope.state().epoch, 1 - kOne * gridDim.x);
@@ -103,20 +113,23 @@ class Arrival {
 
  private:
   static constexpr std::uint64_t kOne = std::uint64_t{1} << layout::kArrivalShift;
+  int* counter_;
+  int num_warps_;
   bool made_ = false;
   std::uint64_t before_ = 0;
 };
 
 // R1. The header of one peer, or of this rank itself: `*num_tokens` of it. Where `watch`, a peer that makes another
 // call is noticed and reported, and all blocks leave. False: leave.
-__device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer, const char* header, bool watch,
+__device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer, bool watch,
                                              std::uint32_t* num_tokens) {
   constexpr int kRoundsPerLook = 32;  // at the peer's announcement
+  const char* header = run.my_slot() + peer * layout::kUnitBytes;
   uint4 unit = no_unit(run.tag);
   bool other = false;
   int round = 0;
   std::uint64_t seen;
-  const bool there = wait_until(
+  const bool there = wait_in_line(
       run.scope, layout::WaitPhase::kRouting, peer, run.tag,
       [&] {
         unit = ptx::ld_relaxed_sys_16(header);
@@ -140,24 +153,23 @@ __device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer,
   return false;
 }
 
-// H1. The herald's only work: this rank's header, what it has read of earlier calls, and its announcement, to every
-// peer; whether the next call may write its slot; this call's marks for later launches.
-__device__ __forceinline__ void run_herald(LowLatencyRun& run, std::int64_t num_tokens, Arrival& arrival) {
+// H1. One warp of the grid: this rank's header, what it has read of earlier calls, and its announcement, to every peer;
+// whether the next call may write its slot; this call's marks for later launches. False: leave.
+static __device__ __noinline__ bool tell_peers(LowLatencyRun& run, std::int64_t num_tokens) {
   const LowLatencyCall& call = run.call;
-  const int peer = static_cast<int>(threadIdx.x);
   const int next = static_cast<int>((run.scope.epoch + 1) % layout::kLowLatencySlots);
   bool ready = true;
-  const bool has_peers = peer / 32 * 32 < run.num_ranks();  // the warp
-  const bool may_write = !run.failed && (!run.sends() || !has_peers || await_slot(run));
-  if (peer < run.num_ranks() && may_write) {
+  if (run.sends() && !await_slot(run)) return false;
+#pragma unroll 1
+  for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
+    if (!run.is_live(peer)) continue;
     if (run.sends()) {
       const uint4 header = make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(call.hash),
                                       static_cast<std::uint32_t>(call.hash >> 32), run.tag);
       ptx::st_relaxed_sys_16(run.slot_of(peer) + run.rank() * layout::kUnitBytes, header);
-      ready =
-          ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]) == ptx::ld_relaxed_gpu(&run.state.trouble[next]) ||
-          peer == run.rank() ||
-          ptx::ld_acquire_sys(run.consumed(run.rank(), next, peer)) >= ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]);
+      const std::uint64_t sent = ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]);
+      ready = ready && (sent == ptx::ld_relaxed_gpu(&run.state.trouble[next]) || peer == run.rank() ||
+                        ptx::ld_acquire_sys(run.consumed(run.rank(), next, peer)) >= sent);
     }
     std::uint64_t done[layout::kLowLatencySlots];
 #pragma unroll
@@ -171,71 +183,120 @@ __device__ __forceinline__ void run_herald(LowLatencyRun& run, std::int64_t num_
     for (int i = 0; i < layout::kLowLatencySlots; ++i) ptx::st_relaxed_sys(run.consumed(peer, i, run.rank()), done[i]);
     if (run.sends()) ptx::st_relaxed_sys(&record->epoch, run.scope.epoch);
   }
-  ready = __syncthreads_and(ready);
-  arrival.make(run);
-  if (threadIdx.x != 0 || run.failed) return;
+  ready = __all_sync(0xffffffffu, ready);
+  if (lane_id() != 0) return true;
   if (run.sends() && ready) ptx::st_relaxed_gpu(&run.state.ready_epoch, run.scope.epoch + 1);
   if (run.receives()) ptx::st_relaxed_gpu(&run.state.done_epoch[run.slot], run.scope.epoch);
   if (call.half == LowLatencyHalf::kSend) ptx::st_relaxed_gpu(call.epoch, run.scope.epoch);
+  return true;
 }
 
-// K1. The clerk: waits for the headers of all peers, which tells how long each kept this rank waiting. The last threads
-// of the block, one a peer. False: leave.
-__device__ __forceinline__ bool watch_peers(const LowLatencyRun& run, std::uint32_t* num_tokens) {
-  const int peer = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-  if (peer >= run.num_ranks()) return true;
-  const std::uint64_t start = run.call.wait_stats == nullptr ? 0 : ptx::globaltimer_ns();
-  std::uint32_t tokens = 0;
-  const bool ok = !run.failed && await_header(run, peer, run.my_slot() + peer * layout::kUnitBytes, true, &tokens);
-  num_tokens[peer] = tokens;
-  if (run.call.wait_stats != nullptr)
-    run.call.wait_stats[peer] += static_cast<std::int64_t>(ptx::globaltimer_ns() - start);
+// K1. The same warp waits for the headers of all peers, which tells how long each kept this rank waiting, and calls
+// `take(peer, tokens)`. False: leave.
+template <typename Take>
+__device__ __forceinline__ bool watch_peers(const LowLatencyRun& run, Take take) {
+  bool ok = true;
+#pragma unroll 1
+  for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
+    if (!run.is_live(peer)) {
+      take(peer, 0u);
+      continue;
+    }
+    const std::uint64_t start = run.call.wait_stats == nullptr ? 0 : ptx::globaltimer_ns();
+    std::uint32_t tokens = 0;
+    ok = await_header(run, peer, true, &tokens) && ok;
+    if (run.call.wait_stats != nullptr)
+      run.call.wait_stats[peer] += static_cast<std::int64_t>(ptx::globaltimer_ns() - start);
+    if (ok) take(peer, tokens);
+  }
   return ok;
 }
 
-// A token's ids, entries k and k + 32 in lane k, as they lie in memory: nothing waits for them before they are used.
-struct RawIds {
-  static constexpr int kPerLane = 2;
-  static_assert(layout::kMaxTopk <= 32 * kPerLane);
-  std::int64_t id[kPerLane];
+// Which rank owns an expert, without a division.
+struct ExpertRanks {
+  std::uint32_t split = 0, extra = 0;
+  std::uint32_t per_larger = 0, per_smaller = 0;  // 2^28 over the experts of a rank, rounded up
 
-  __device__ __forceinline__ RawIds(const TopkIds& ids, std::int64_t token) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int k = lane_id() + 32 * i;
-      const std::int64_t at = token * ids.row_stride + k;
-      id[i] = -1;
-      if (k >= ids.topk) continue;
-      if (ids.id_bytes == 8)
-        id[i] = static_cast<const std::int64_t*>(ids.data)[at];
-      else
-        id[i] = static_cast<const std::int32_t*>(ids.data)[at];
-    }
+  ExpertRanks() = default;
+  explicit ExpertRanks(const layout::ExpertBlocks& experts)
+      : split(static_cast<std::uint32_t>(experts.extra * (experts.base + 1))),
+        extra(static_cast<std::uint32_t>(experts.extra)),
+        per_larger(inverse(experts.base + 1)),
+        per_smaller(inverse(experts.base > 0 ? experts.base : 1)) {}
+  __device__ __forceinline__ int rank_of(std::uint32_t expert) const {
+    return expert < split ? quotient(expert, per_larger) : static_cast<int>(extra) + quotient(expert - split, per_smaller);
+  }
+
+ private:
+  // Exact as long as dividend and divisor have a product below 2^28.
+  static_assert(layout::kMaxExperts <= 1 << 14);
+  static std::uint32_t inverse(int divisor) {
+    return ((1u << 28) + static_cast<std::uint32_t>(divisor) - 1) / static_cast<std::uint32_t>(divisor);
+  }
+  __device__ __forceinline__ static int quotient(std::uint32_t expert, std::uint32_t inverse) {
+    return static_cast<int>(static_cast<std::uint64_t>(expert) * inverse >> 28);
   }
 };
 
-// The same; -1 where there is none.
-struct TokenIds {
-  static constexpr int kPerLane = RawIds::kPerLane;
-  std::int32_t id[kPerLane];
+// A token's entries lie in lanes, entry k in lane k; of more than 32, half by half.
+inline constexpr int kHalf = 32;
+static_assert(layout::kMaxTopk <= 2 * kHalf);
+__device__ __forceinline__ int entry_of_lane(int half) { return half * kHalf + lane_id(); }
+template <bool kPlain>
+__device__ __forceinline__ int num_halves(int topk) {
+  return kPlain || topk <= kHalf ? 1 : 2;
+}
 
-  __device__ __forceinline__ TokenIds(const RawIds& raw, int num_experts) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      id[i] = raw.id[i] >= 0 && raw.id[i] < num_experts ? static_cast<std::int32_t>(raw.id[i]) : -1;
+// An id as it lies in memory; -1 for an entry that there is not. Nothing waits for it before it is used.
+__device__ __forceinline__ std::int64_t raw_id(const TopkIds& ids, std::int64_t token, int k) {
+  if (k >= ids.topk) return -1;
+  const std::int64_t at = token * ids.row_stride + k;
+  return ids.id_bytes == 8 ? static_cast<const std::int64_t*>(ids.data)[at]
+                           : std::int64_t{static_cast<const std::int32_t*>(ids.data)[at]};
+}
+// -1 where it is none.
+__device__ __forceinline__ std::int32_t checked_id(std::int64_t id, int num_experts) {
+  return id >= 0 && id < num_experts ? static_cast<std::int32_t>(id) : -1;
+}
+
+// The ranks of a token's experts as bits; `first` is the id of this lane's entry of the first half. The whole warp.
+template <bool kPlain>
+__device__ __forceinline__ std::uint64_t ranks_of(const LowLatencyRun& run, const TopkIds& ids, std::int64_t token,
+                                                  std::int32_t first, const ExpertRanks& experts) {
+  std::uint64_t bits = 0;
+  if (first >= 0) bits = std::uint64_t{1} << experts.rank_of(static_cast<std::uint32_t>(first));
+  if (!kPlain && ids.topk > kHalf) {
+    const std::int32_t second = checked_id(raw_id(ids, token, entry_of_lane(1)), run.call.num_experts);
+    if (second >= 0) bits |= std::uint64_t{1} << experts.rank_of(static_cast<std::uint32_t>(second));
   }
-  // The ranks of the experts as bits. The whole warp.
-  __device__ __forceinline__ std::uint64_t ranks(const layout::ExpertBlocks& experts) const {
-    std::uint64_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i)
-      if (id[i] >= 0) bits |= std::uint64_t{1} << experts.rank_of(id[i]);
-    const std::uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits));
-    if (experts.num_ranks <= 32) return low;
-    const std::uint32_t high = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits >> 32));
-    return low | static_cast<std::uint64_t>(high) << 32;
+  const std::uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits));
+  if (run.num_ranks() <= 32) return low & run.call.live_ranks;
+  const std::uint32_t high = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits >> 32));
+  return (low | static_cast<std::uint64_t>(high) << 32) & run.call.live_ranks;
+}
+
+// Whether this lane's entry, with the expert `id`, has that in common with an entry further to the front.
+__device__ __forceinline__ bool is_repeated(const TopkIds& ids, std::int64_t token, int half, std::int32_t id) {
+  bool repeated = (__match_any_sync(0xffffffffu, id) & ((1u << lane_id()) - 1)) != 0;
+  if (half > 0) {
+#pragma unroll 1
+    for (int k = 0; k < half * kHalf; ++k) repeated = repeated || raw_id(ids, token, k) == id;
   }
-};
+  return id >= 0 && repeated;
+}
+// The weight of this lane's entry, and if others further back have the same expert, the sum with theirs in their order.
+__device__ __forceinline__ float merged_weight(const TopkIds& ids, std::int64_t token, int half, std::int32_t id,
+                                               const float* weights) {
+  const int mine = entry_of_lane(half);
+  float sum = mine < ids.topk ? __fadd_rn(0.0f, weights[mine]) : 0.0f;
+  const std::uint32_t alike = __match_any_sync(0xffffffffu, id);
+  if (id >= 0 && (ids.topk > kHalf || __popc(alike) > 1)) {
+#pragma unroll 1
+    for (int k = mine + 1; k < ids.topk; ++k)
+      if (raw_id(ids, token, k) == id) sum = __fadd_rn(sum, weights[k]);
+  }
+  return sum;
+}
 
 // Calls `body(rank)` for each bit.
 template <typename Body>
@@ -244,20 +305,16 @@ __device__ __forceinline__ void for_each_rank(std::uint64_t bits, Body body) {
   for (; bits != 0; bits &= bits - 1) body(__ffsll(static_cast<long long>(bits)) - 1);
 }
 
-// Scratch memory of a warp.
-struct alignas(16) TileBuffer {
-  char bytes[layout::kTilePayload];
-};
-
-// A contiguous share of `total` tasks for one block, enough for all of its warps.
-struct TaskRange {
-  int begin, end;
-  __device__ TaskRange(int total, int num_blocks, int block) {
-    const int warps = static_cast<int>(blockDim.x / 32);
-    const int share = max((total + num_blocks - 1) / num_blocks, warps);
-    const std::int64_t first = static_cast<std::int64_t>(block) * share;
-    begin = static_cast<int>(min(first, static_cast<std::int64_t>(total)));
-    end = static_cast<int>(min(first + share, static_cast<std::int64_t>(total)));
+// Which warps carry rows, and this one among them: neighbours are in different blocks.
+struct Carriers {
+  int mine, count;
+  __device__ explicit Carriers(int warps_per_block)
+      : mine(static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x)),
+        count(warps_per_block * static_cast<int>(gridDim.x)) {}
+  // This warp's first task, if the warp with number `first` has task 0.
+  __device__ int task_from(int first) const {
+    const int task = mine - first % count;
+    return task < 0 ? task + count : task;
   }
 };
 

@@ -3,47 +3,124 @@
 
 #include <algorithm>
 
-#include "kernels/intranode/launch.hpp"
 #include "kernels/low_latency/combine_own.cuh"
 #include "kernels/low_latency/launch.hpp"
 
 namespace deep_moe::kernels {
 namespace {
 
-__device__ void run_clerk(const LowLatencyRun& run, Arrival& arrival) {
-  __shared__ std::uint32_t num_tokens[layout::kMaxKernelRanks];
-  if (!__syncthreads_and(!run.failed)) return;
+constexpr int kMostThreads = 32 * (LowLatencyTuning::kCarriers + LowLatencyTuning::kCombineOthers);
+
+// Tasks of a holder: parts of tokens of all owners, in one launch but for this rank.
+struct HeldTasks {
+  int num_parts, num_ranks, owners, without;
+  __device__ HeldTasks(const LowLatencyCombineParams& params, const DeviceDomain& domain)
+      : num_parts(params.num_parts),
+        num_ranks(domain.num_ranks),
+        owners(domain.num_ranks - (params.args.call.half == LowLatencyHalf::kBoth ? 1 : 0)),
+        without(owners < num_ranks ? domain.rank : num_ranks) {}
+  __device__ __forceinline__ void find(int task, int* owner, int* token, int* part) const {
+    const int item = task / num_parts;
+    *part = task - item * num_parts;
+    *token = owners > 0 ? item / owners : INT32_MAX;
+    *owner = item - *token * owners;
+    if (*owner >= without) ++*owner;
+  }
+};
+
+struct CombineShared {
+  WaitFailure failure;
+  int arrived;
+};
+
+// A warp that carries rows.
+template <typename T, class Width, bool kByExpert>
+__device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyCombineParams& params,
+                                      int num_arrivals, CombineShared& shared) {
+  const LowLatencyCombineArgs& args = params.args;
+  const Carriers carriers(params.num_carriers);
+  const HeldTasks tasks(params, domain);
+  const bool sends = args.call.half != LowLatencyHalf::kReceive, receives = args.call.half != LowLatencyHalf::kSend;
+  const int num_tokens = static_cast<int>(args.ids.num_tokens), num_own = receives ? num_tokens * params.num_parts : 0;
+  // As if all ranks had as many tokens; then, what they have.
+  const int guess = sends ? num_tokens * tasks.owners * params.num_parts : 0;
+  const int first_own = carriers.task_from(guess);
+  int owner = 0, token = 0, part = 0;
+  OwnEntry own;  // or, as a holder, its row alone
+  TokenCounts counts;
+  STAMP(1, 1);
+  ptx::griddepcontrol_wait();
+  STAMP(1, 2);
+  if (sends) counts.load(args, domain.num_ranks);
+  if (carriers.mine < guess) {
+    tasks.find(carriers.mine, &owner, &token, &part);
+    own.held.load(args, owner, token, 0);
+  } else if (first_own < num_own) {
+    own.load(args, domain.rank, first_own / params.num_parts, 0);
+  }
+  LowLatencyRun run = begin_call(domain, args.call, &shared.failure);
+  if (params.early) ptx::griddepcontrol_launch_dependents();
+  bool is_own_loaded = carriers.mine >= guess;
+  bool ok = sends ? await_slot(run) : !run.failed;
+  STAMP(1, 3);
+  if (ok && sends) {
+    const int most = counts.most();
+    STAMP(1, 4);
+#pragma unroll 1
+    for (int task = carriers.mine; ok; task += carriers.count) {
+      const bool is_loaded = task == carriers.mine && task < guess;
+      tasks.find(task, &owner, &token, &part);
+      if (token >= most) break;
+      if (token >= counts.of(owner)) continue;
+      if (!is_loaded) own.held.load(args, owner, token, 0);
+      is_own_loaded = false;
+      ok = send_held<T, Width, kByExpert>(run, params, own.held, owner, token, part);
+    }
+  }
+  STAMP(1, 5);
+  Arrival arrival(&shared.arrived, num_arrivals);
   arrival.make(run);
-  if (run.receives()) watch_peers(run, num_tokens);
+  STAMP(1, 6);
+  if (ok && receives) {
+#pragma unroll 1
+    for (int task = first_own; ok && task < num_own; task += carriers.count) {
+      token = task / params.num_parts;
+      if (task != first_own || !is_own_loaded) own.load(args, domain.rank, token, 0);
+      ok = receive_own<T, Width, kByExpert>(run, params, own, token, task - token * params.num_parts);
+    }
+  }
+  STAMP(1, 11);
+  arrival.finish(run, ok);
+}
+
+// The warp beside them: weights ahead, and in the first block what peers are told and how they are watched.
+template <bool kPlain>
+__device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyCombineParams& params,
+                                      int num_arrivals, CombineShared& shared) {
+  ptx::griddepcontrol_wait();
+  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  Arrival arrival(&shared.arrived, num_arrivals);
+  bool ok = run.sends() ? await_slot(run) : !run.failed;
+  if (ok && run.sends()) send_weights<kPlain>(run, params);
+  if (ok && blockIdx.x == 0) ok = tell_peers(run, params.args.ids.num_tokens);
+  arrival.make(run);
+  if (ok && run.receives() && blockIdx.x == 0) ok = watch_peers(run, [](int, std::uint32_t) {});
+  arrival.finish(run, ok);
 }
 
 template <typename T, class Width, bool kByExpert>
-__global__ void __launch_bounds__(LowLatencyTuning::kThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 1)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
-  extern __shared__ __align__(16) char shared_memory[];
-  __shared__ EntryBuffer entries[LowLatencyTuning::kThreads / 32];
-  __shared__ TokenInfo infos[CombineChunk::kTokens];
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  const BlockMemory memory{CombineChunk(shared_memory), infos, entries[warp]};
-  LowLatencyRun run = begin_call(domain, params.args.call);
-  Arrival arrival;
-  if (run.is_herald()) {
-    run_herald(run, params.args.ids.num_tokens, arrival);
-  } else if (run.is_clerk()) {
-    run_clerk(run, arrival);
-  } else {
-    bool ok = true;
-    if (run.sends()) {
-      ok = send_weights(run, params);
-      ok = send_held<T, Width, kByExpert>(run, params, memory) && ok;
-      ok = __syncthreads_and(ok);
-      arrival.make(run);
-    }
-    if (ok && run.receives()) receive_own<T, Width, kByExpert>(run, params, memory);
-  }
-  arrival.finish(run);
-  ptx::griddepcontrol_launch_dependents();
+  __shared__ CombineShared shared;
+  STAMP(1, 0);
+  const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
+  if (threadIdx.x == 0) shared.arrived = shared.failure.claimed = 0;
+  __syncthreads();
+  if (warp < params.num_carriers)
+    carry<T, Width, kByExpert>(domain, params, num_arrivals, shared);
+  else
+    guard<Width::kPlain>(domain, params, num_arrivals, shared);
 }
 
 template <typename Body>
@@ -85,38 +162,56 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   args.call.hash = layout::signature_hash(args.call.signature);
   params.args = args;
   params.slot = slot_of(domain.num_ranks, args);
+  params.expert_ranks = ExpertRanks(layout::ExpertBlocks(args.call.num_experts, domain.num_ranks));
   const auto alignment = [](const void* base, std::int64_t strides) {
     return common_alignment(reinterpret_cast<std::uintptr_t>(base) | static_cast<std::uint64_t>(strides) | 16u);
   };
   params.x_alignment = alignment(args.x, args.expert_stride | args.row_stride);
   params.out_alignment = alignment(args.out, args.ids.num_tokens > 1 ? args.out_stride : 0);
+  params.is_dense = args.expert_stride == args.call.max_tokens * domain.num_ranks * args.row_stride;
   // As if all ranks had as many tokens as this one; with more than that it takes longer.
   const std::int64_t sent =
       args.call.half == LowLatencyHalf::kReceive ? 0 : args.ids.num_tokens * (domain.num_ranks - (halves ? 0 : 1));
-  const std::int64_t received = args.call.half == LowLatencyHalf::kSend ? 0 : args.ids.num_tokens;
+  const std::int64_t items = sent + (args.call.half == LowLatencyHalf::kSend ? 0 : args.ids.num_tokens);
+  const bool plain = args.ids.topk <= kHalf && params.x_alignment == 16 && params.out_alignment == 16;
   params.num_parts = params.slot.num_tiles * Narrow::kParts;
-  const bool narrow = fits_one_round(args.call, (sent + received) * params.num_parts);
+  const bool narrow = plain && is_narrow(args.call, items * params.num_parts, LowLatencyTuning::kNarrowCombine);
   if (!narrow) params.num_parts = params.slot.num_tiles;
-  check_range("parts of a call", args.call.max_tokens * domain.num_ranks * params.num_parts, 0, INT32_MAX);
-  const int num_blocks = num_low_latency_blocks(args.call, sent * params.num_parts, received * params.num_parts);
+  check_range("parts of a call", args.call.max_tokens * (domain.num_ranks + 1) * params.num_parts, 0, INT32_MAX);
+  const LowLatencyGrid grid(args.call, items * params.num_parts);
+  params.num_carriers = grid.carriers;
+  const int warps = grid.carriers + LowLatencyTuning::kCombineOthers;
+  const auto start = [&]<auto kKernel>() {
+    params.early = args.call.early && fits_twice<kKernel>(warps);
+    launch(kKernel, grid.blocks, warps, 0, stream, true, "launch of low_latency_combine", domain, params);
+  };
+  const auto choose = [&]<typename T, class Width>() {
+    if (args.by_expert)
+      start.template operator()<combine_kernel<T, Width, true>>();
+    else
+      start.template operator()<combine_kernel<T, Width, false>>();
+  };
   with_type(args.type, [&](auto number) {
     using T = decltype(number);
-    const auto kernel = narrow ? (args.by_expert ? combine_kernel<T, Narrow, true> : combine_kernel<T, Narrow, false>)
-                               : (args.by_expert ? combine_kernel<T, Wide, true> : combine_kernel<T, Wide, false>);
-    launch(kernel, num_blocks, LowLatencyTuning::kThreads / 32, CombineChunk::bytes(args.ids.topk), stream, true,
-           "launch of low_latency_combine", domain, params);
+    if (narrow)
+      choose.template operator()<T, Narrow>();
+    else if (plain)
+      choose.template operator()<T, Wide>();
+    else
+      choose.template operator()<T, General>();
   });
 }
 
 void prepare_low_latency_combine() {
-  const int most = static_cast<int>(CombineChunk::bytes(layout::kMaxTopk));
   for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32})
     with_type(type, [&](auto number) {
       using T = decltype(number);
-      load_kernel(combine_kernel<T, Narrow, false>, most);
-      load_kernel(combine_kernel<T, Narrow, true>, most);
-      load_kernel(combine_kernel<T, Wide, false>, most);
-      load_kernel(combine_kernel<T, Wide, true>, most);
+      load_kernel(combine_kernel<T, Narrow, false>, 0);
+      load_kernel(combine_kernel<T, Narrow, true>, 0);
+      load_kernel(combine_kernel<T, Wide, false>, 0);
+      load_kernel(combine_kernel<T, Wide, true>, 0);
+      load_kernel(combine_kernel<T, General, false>, 0);
+      load_kernel(combine_kernel<T, General, true>, 0);
     });
 }
 

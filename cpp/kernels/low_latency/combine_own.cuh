@@ -8,123 +8,128 @@
 
 namespace deep_moe::kernels {
 
-// O2. What the owner of a token has to know: who sends sums; its own terms, or by expert all of them.
-template <bool kByExpert>
-__device__ __forceinline__ bool look_up_own(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                            std::int64_t token, EntryBuffer& entries, Term* terms, TokenInfo* info) {
-  const LowLatencyCombineArgs& args = params.args;
-  const int topk = args.ids.topk;
-  const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
-  *info = {run.rank(), static_cast<std::int32_t>(token), 0, 0};
-  if (run.is_whole()) {
-    const RawIds raw(args.ids, token);
-    HeldWords words(run, args, run.rank(), token);
-    info->holders = TokenIds(raw, run.call.num_experts).ranks(experts);
-    return look_up_held<kByExpert>(run, params, words, run.rank(), token, entries, terms, &info->num_terms);
-  }
-  const TopkIds kept{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
-  const RawIds raw(kept, token);
-  float weight[RawIds::kPerLane] = {};
-  if (kByExpert) {
-#pragma unroll
-    for (int i = 0; i < RawIds::kPerLane; ++i)
-      if (lane_id() + 32 * i < topk) weight[i] = args.kept_weights[token * topk + lane_id() + 32 * i];
-  }
-  const TokenIds ids(raw, run.call.num_experts);
-  info->holders = ids.ranks(experts);
-  if constexpr (kByExpert) {
-#pragma unroll
-    for (int i = 0; i < TokenIds::kPerLane; ++i) {
-      entries.keys[lane_id() + 32 * i] = ids.id[i];
-      entries.weights[lane_id() + 32 * i] = weight[i];
+// O2. What the owner of a token has to know of half of its entries. Nothing that is loaded is waited for.
+struct OwnEntry {
+  HeldRow held;  // in one launch
+  std::int64_t id = -1;
+  float weight = 0;  // by expert
+
+  __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, int rank, std::int64_t token, int half) {
+    const int topk = args.ids.topk, k = entry_of_lane(half);
+    if (args.call.half == LowLatencyHalf::kBoth) {
+      held.load(args, rank, token, half);
+      id = raw_id(args.ids, token, k);
+    } else if (k < topk) {
+      id = args.kept_ids[token * topk + k];
+      if (args.by_expert) weight = args.kept_weights[token * topk + k];
     }
-    __syncwarp();
-    info->num_terms = make_terms<false>(
-        ids.id, weight, entries, topk, terms, [&](std::int32_t expert) { return experts.rank_of(expert); },
-        [](std::int32_t, int k) { return std::int64_t{k}; });
-    __syncwarp();
+  }
+};
+
+// Tiles of rows that peers send, several asked for at a time: take(n, vectors) gets those of rows 0 to count - 1 in
+// order. Row n lies at address(n) and comes from holder(n); one that skip(n) is not waited for. False: leave.
+template <class Width, typename Address, typename Holder, typename Skip, typename Take>
+__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int count,
+                                           Address address, Holder holder, Skip skip, Take take) {
+  constexpr int kBatch = Width::kVectors == 1 ? LowLatencyTuning::kRowsAwaited : 1;
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+    LaneUnits<Width> units[kBatch];
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n)
+      if (first + n < count && !skip(first + n)) tile.load_units(address(first + n), &units[n]);
+#pragma unroll
+    for (int n = 0; n < kBatch; ++n) {
+      if (first + n >= count) break;
+      if (!skip(first + n) &&
+          !await_units(scope, layout::WaitPhase::kUnits, holder(first + n), address(first + n), tile, &units[n]))
+        return false;
+      take(first + n, to_vectors(units[n]));
+    }
   }
   return true;
 }
 
-// O3. A tile of a token's result.
+// The n-th bit that is set.
+__device__ __forceinline__ int bit_number(std::uint64_t bits, int n) {
+#pragma unroll 1
+  for (; n > 0; --n) bits &= bits - 1;
+  return __ffsll(static_cast<long long>(bits)) - 1;
+}
+
+// O3. A part of a token's result; `own` is the first half. False: leave.
 template <typename T, class Width, bool kByExpert>
-__device__ __forceinline__ bool receive_tile(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                             const TokenInfo& info, const Term* terms, const LaneTile<Width>& tile) {
+__device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowLatencyCombineParams& params,
+                                            OwnEntry& own, int token, int part) {
   const LowLatencyCombineArgs& args = params.args;
   const layout::LowLatencyCombineSlot& slot = params.slot;
-  char* mine = run.my_slot();
+  const int topk = args.ids.topk, num_experts = run.call.num_experts;
+  const bool is_whole = run.is_whole();
+  const LaneTile<Width> tile(params.row_bytes, part);
+  char* const mine = run.my_slot();
+  const TopkIds ids = is_whole ? args.ids : TopkIds{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
+  const std::uint64_t ranks = ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
+  STAMP(1, 7);
   LaneSums<T, Width> sums;
   if constexpr (kByExpert) {
-    if (!take_tiles(
-            run.scope, tile, info.num_terms,
-            [&](int n) { return slot.expert_row(mine, info.token, static_cast<int>(terms[n].at)); },
-            [&](int n) { return terms[n].holder; }, [](int) { return false; },
-            [&](int n, const LaneVectors<Width>& vectors) { sums.add(terms[n].weight, vectors); }))
-      return false;
+    // By rank, then by entry.
+#pragma unroll 1
+    for (std::uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
+      const int holder = __ffsll(static_cast<long long>(rest)) - 1;
+#pragma unroll 1
+      for (int half = 0; half < num_halves<Width::kPlain>(topk); ++half) {
+        if (!Width::kPlain && topk > kHalf) own.load(args, run.rank(), token, half);
+        const std::int32_t id = checked_id(own.id, num_experts);
+        const std::uint32_t entries = __ballot_sync(
+            0xffffffffu, id >= 0 && params.expert_ranks.rank_of(static_cast<std::uint32_t>(id)) == holder);
+        if (!take_tiles(
+                run.scope, tile, __popc(entries),
+                [&](int n) { return slot.expert_row(mine, token, half * kHalf + bit_number(entries, n)); },
+                [&](int) { return holder; }, [](int) { return false; },
+                [&](int n, const LaneVectors<Width>& vectors) {
+                  sums.add(__shfl_sync(0xffffffffu, own.weight, bit_number(entries, n)), vectors);
+                }))
+          return false;
+      }
+    }
   } else {
-    LaneVectors<Width> own{};
-    if (info.num_terms > 0) own = sum_local_rows<T, Width>(params, terms, info.num_terms, tile);
-    const auto holder = [&](int n) {  // the n-th in rank order
-      std::uint64_t rest = info.holders;
-      for (; n > 0; --n) rest &= rest - 1;
-      return __ffsll(static_cast<long long>(rest)) - 1;
-    };
-    const auto is_mine = [&](int n) { return run.is_whole() && holder(n) == run.rank(); };
+    LaneVectors<Width> here{};
+    if (is_whole && (ranks >> run.rank() & 1) != 0) {
+      LaneSums<T, Width> held;
+#pragma unroll 1
+      for (int half = 0; half < num_halves<Width::kPlain>(topk); ++half) {
+        if (half > 0) own.load(args, run.rank(), token, half);
+        const std::uint32_t entries = own.held.entries();
+        if (entries == 0) continue;
+        if (args.recv_weights == nullptr)
+          own.held.weight = merged_weight(args.ids, token, half, checked_id(own.id, num_experts),
+                                          args.topk_weights + token * args.weight_stride);
+        add_held(params, own.held, entries, run.num_ranks(), tile, &held);
+      }
+      here = held.rounded();
+    }
+    STAMP(1, 8);
+    const auto is_mine = [&](int n) { return is_whole && bit_number(ranks, n) == run.rank(); };
     if (!take_tiles(
-            run.scope, tile, __popcll(info.holders),
-            [&](int n) { return slot.reduced_row(mine, holder(n), info.token); }, holder, is_mine,
-            [&](int n, LaneVectors<Width> vectors) {
-              if (is_mine(n)) vectors = own;
+            run.scope, tile, __popcll(ranks),
+            [&](int n) { return slot.reduced_row(mine, bit_number(ranks, n), token); },
+            [&](int n) { return bit_number(ranks, n); }, is_mine, [&](int n, LaneVectors<Width> vectors) {
+              if (is_mine(n)) vectors = here;
               sums.add(vectors);
             }))
       return false;
   }
+  STAMP(1, 9);
   const LaneVectors<Width> result = sums.rounded();
-  char* out = static_cast<char*>(args.out) + info.token * args.out_stride;
-  if (params.out_alignment == 16) {
+  char* out = static_cast<char*>(args.out) + token * args.out_stride;
+  if (Width::kPlain || params.out_alignment == 16) {
     tile.store_vectors(out, result);
   } else {
 #pragma unroll
     for (int j = 0; j < Width::kVectors; ++j)
-      if (tile.has_vector(j)) store_16_unaligned(out + tile.vector_offset(j), result.v[j], params.out_alignment);
+      if (tile.has_vector(j)) store_16_by_halves(out + tile.vector_offset(j), result.v[j]);
   }
   return true;
-}
-
-// The second half: this block's share of the tiles of this rank's tokens.
-template <typename T, class Width, bool kByExpert>
-__device__ __forceinline__ void receive_own(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                            const BlockMemory& memory) {
-  const LowLatencyCombineArgs& args = params.args;
-  const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
-  const int num_parts = params.num_parts, topk = args.ids.topk, carriers = run.num_carriers();
-  const int total = static_cast<int>(args.ids.num_tokens) * num_parts;
-  // Blocks that have sent nothing, or would have if all had as many tokens, are the first to receive.
-  const int senders = run.is_whole() ? (total * (run.num_ranks() - 1) + warps - 1) / warps : 0;
-  const int block = (static_cast<int>(blockIdx.x) + carriers - senders % carriers) % carriers;
-  const TaskRange tasks(total, carriers, block);
-  if (tasks.begin >= tasks.end) return;
-  const int end_token = (tasks.end - 1) / num_parts + 1;
-  bool ok = !run.failed;
-#pragma unroll 1
-  for (int first = tasks.begin / num_parts; first < end_token; first += warps) {
-    if (first + warp < end_token) {
-      TokenInfo info;
-      ok = look_up_own<kByExpert>(run, params, first + warp, memory.entries, memory.chunk.terms + warp * topk, &info) &&
-           ok;
-      if (lane_id() == 0) memory.infos[warp] = info;
-    }
-    if (!__syncthreads_and(ok)) return;
-    const int begin = max(tasks.begin, first * num_parts), end = min(tasks.end, (first + warps) * num_parts);
-#pragma unroll 1
-    for (int at = begin + warp; ok && at < end; at += warps) {
-      const int i = at / num_parts - first;
-      ok = receive_tile<T, Width, kByExpert>(run, params, memory.infos[i], memory.chunk.terms + i * topk,
-                                             LaneTile<Width>(params.row_bytes, at % num_parts));
-    }
-    if (first + warps < end_token && !__syncthreads_and(ok)) return;
-  }
 }
 
 }  // namespace deep_moe::kernels

@@ -3,216 +3,244 @@
 
 #include <algorithm>
 
-#include "kernels/intranode/launch.hpp"
 #include "kernels/low_latency/dispatch_receive.cuh"
 #include "kernels/low_latency/launch.hpp"
+#include "kernels/ptx/barrier.cuh"
 
+#ifdef DM_STAMP
+__device__ long long dm_stamps[2][64][24][16];
+#endif
 namespace deep_moe::kernels {
 namespace {
 
-// R1. This block's share of the rows' tasks, and how many tokens each source has. Guesses that all sources have as many
-// as this rank, so that ids are waited for together with the headers that say so.
-struct Share {
-  Items items;
-  TaskRange tasks;
-  int first_item, end_item;
+constexpr int kMostThreads = 32 * (LowLatencyTuning::kCarriers + LowLatencyTuning::kDispatchOthers);
 
-  __device__ Share(const LowLatencyRun& run, const LowLatencyDispatchParams& params, const std::uint32_t* num_tokens)
-      : items{num_tokens, static_cast<int>(params.args.num_tokens), run.num_ranks()},
-        tasks(items.total() * params.num_row_tasks, run.num_carriers(), turn(run, params)) {
-    first_item = tasks.begin / params.num_row_tasks;
-    end_item = tasks.begin < tasks.end ? (tasks.end - 1) / params.num_row_tasks + 1 : first_item;
-  }
-  // Blocks that have sent nothing are the first to receive.
-  __device__ static int turn(const LowLatencyRun& run, const LowLatencyDispatchParams& params) {
-    const int warps = static_cast<int>(blockDim.x / 32), carriers = run.num_carriers();
-    if (!run.is_whole()) return static_cast<int>(blockIdx.x);
-    const int senders = (static_cast<int>(params.args.num_tokens) * params.num_row_tasks + warps - 1) / warps;
-    return (static_cast<int>(blockIdx.x) + carriers - senders % carriers) % carriers;
-  }
-  __device__ int chunk_end(int first) const { return min(first + ReceiveShared::kItems, end_item); }
-};
-
-// R2. Rows of each local expert before item `first`, if `count`, and ids of the chunk that begins there. False: leave.
-__device__ bool collect_ids(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                            const ReceiveShared& shared, const Share& share, int first, bool count, int first_expert,
-                            int num_local) {
-  const int topk = params.args.ids.topk;
-  return for_each_id_unit(run, params.slot, share.items, count ? 0 : first, share.chunk_end(first),
-                          [&](int item, int, int u, const uint4& unit) {
-#pragma unroll
-                            for (int i = 0; i < layout::kIdsPerUnit; ++i) {
-                              // One that is marked as repeated is above all local ones.
-                              const int k = u * layout::kIdsPerUnit + i, id = static_cast<int>(id_of_unit(unit, i));
-                              const int local = id - first_expert;
-                              if (item >= first) {
-                                if (k < topk) shared.ids[(item - first) * topk + k] = static_cast<std::uint16_t>(id);
-                              } else if (local >= 0 && local < num_local) {
-                                atomicAdd(&shared.counts[local], 1u);
-                              }
-                            }
-                          });
+// All carriers of the block and its writer.
+__device__ __forceinline__ void meet(const LowLatencyDispatchParams& params) {
+  ptx::bar_sync(1, 32 * (params.num_carriers + 1));
 }
 
-// The second half of a block that carries rows, if all has gone well so far.
+template <bool kPlain>
+__device__ __forceinline__ Receiver<kPlain> receiver_of(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
+                                                const BitTable<kPlain>& table, const DispatchShared& shared) {
+  const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
+  return {run,
+          params,
+          table,
+          shared,
+          experts.first_expert(run.rank()),
+          experts.num_local_experts(run.rank()),
+          {0, params.chunk_words},
+          static_cast<std::int32_t>(run.call.max_tokens) * run.num_ranks()};
+}
+
+// R2, for the chunk of `at`: what a carrier, or with `gathers` false the writer, does until all bits are set; `ok` is
+// how it has fared so far. False, in all of them: leave.
+template <bool kPlain>
+__device__ __forceinline__ bool fill_table(const Receiver<kPlain>& at, DispatchShared& shared, bool gathers, bool ok) {
+  const LowLatencyDispatchParams& params = at.params;
+  int first = 0, end = static_cast<int>(params.args.num_tokens);  // as if all sources had as many
+#pragma unroll 1
+  for (int i = 0;; ++i) {
+    if (ok && gathers)
+      ok = gather_ids(at, first, end, static_cast<int>(threadIdx.x), 32 * params.num_carriers);
+    if (!ok) shared.failed[i] = 1;
+    STAMP(0, 7);
+    meet(params);
+    STAMP(0, 8);
+    if (shared.failed[i] != 0) return false;
+    if (shared.most_tokens <= end) return true;
+    first = end, end = shared.most_tokens;
+  }
+}
+
+// To the next chunk, if there is one.
+template <bool kPlain>
+__device__ __forceinline__ bool next_chunk(Receiver<kPlain>& at, int thread, int threads) {
+  const LowLatencyDispatchParams& params = at.params;
+  if (kPlain || at.chunk.end >= params.num_words) return false;
+  meet(params);
+  at.table.fold(thread, threads);
+  meet(params);
+  at.table.clear(thread, threads);
+  meet(params);
+  at.chunk = {at.chunk.end, min(at.chunk.end + params.chunk_words, params.num_words)};
+  return true;
+}
+
+// A warp that carries rows.
 template <class Rows, class Width>
-__device__ void receive_rows(const LowLatencyRun& run, const LowLatencyDispatchParams& params, bool ok,
-                             char* shared_memory, TileBuffer& buffer, Arrival& arrival) {
-  constexpr int kItems = ReceiveShared::kItems;
-  __shared__ std::uint32_t num_tokens[layout::kMaxKernelRanks];
-  __shared__ int num_copies[kItems];
-  const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
-  const int first_expert = experts.first_expert(run.rank()), num_local = experts.num_local_experts(run.rank());
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x), warp = thread / 32;
-  const int warps = threads / 32, topk = params.args.ids.topk, row_tasks = params.num_row_tasks;
-  const ReceiveShared shared(shared_memory, num_local, topk);
-  const RowReceiver<Rows, Width> receiver(run, params, shared, buffer);
-  const auto clear_counts = [&] {
-    for (int local = thread; local < num_local; local += threads) shared.counts[local] = 0;
-  };
-
-  clear_counts();
-  ok = __syncthreads_and(ok && !run.failed);
-  if (run.is_whole()) arrival.make(run);
-  if (!ok) return;
-  Share share(run, params, nullptr);
-  const int peer = threads - 1 - thread;
-  if (peer < run.num_ranks())
-    ok = await_header(run, peer, params.slot.header(run.my_slot(), peer), false, &num_tokens[peer]);
-  bool guessing = true, count = true;
-  int first = share.first_item;
+__device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
+                                      const BitTable<Width::kPlain>& table, DispatchShared& shared,
+                                      int num_arrivals, TileBuffer* buffer) {
+  const Carriers carriers(params.num_carriers);
+  const bool sends = params.args.call.half != LowLatencyHalf::kReceive;
+  const int num_sends = sends ? static_cast<int>(params.args.num_tokens) * params.num_row_tasks : 0;
+  SentPart<Rows, Width> sent;
+  STAMP(0, 1);
+  ptx::griddepcontrol_wait();
+  STAMP(0, 2);
+  if (carriers.mine < num_sends) sent.load(params, carriers.mine);
+  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  if (params.early) ptx::griddepcontrol_launch_dependents();
+  bool ok = carriers.mine < num_sends ? await_slot(run) : !run.failed;
+  STAMP(0, 3);
+  int last = -1;  // task that `sent` holds
 #pragma unroll 1
-  while (true) {
-    ok = collect_ids(run, params, shared, share, first, count, first_expert, num_local) && ok;
-    if (!__syncthreads_and(ok)) return;
-    if (guessing) {
-      guessing = false;
-      bool right = true;
-      for (int src = 0; src < run.num_ranks(); ++src)
-        right = right && num_tokens[src] == static_cast<std::uint32_t>(params.args.num_tokens);
-      if (!right) {
-        clear_counts();
-        __syncthreads();
-        share = Share(run, params, num_tokens);
-        first = share.first_item;
-        continue;
-      }
-    }
-    count = false;
-    if (first >= share.end_item) return;
-    const int num_items = share.chunk_end(first) - first;
-    const int begin = max(share.tasks.begin, first * row_tasks);
-    const int end = min(share.tasks.end, (first + num_items) * row_tasks);
-    const auto task_at = [&](int at) {
-      RowTask task{at / row_tasks - first, 0, 0, at % row_tasks, 0};
-      share.items.find(first + task.item, &task.src, &task.token);
-      return task;
-    };
-    // Units are asked for before it is known whether they come.
-    int at = begin + warp;
-    RowTask task{};
-    typename RowReceiver<Rows, Width>::Ahead ahead = receiver.nothing();
-    if (at < end) {
-      task = task_at(at);
-      ahead = receiver.load_ahead(task);
-    }
-    if (warp == 0)
-      place_rows(shared, num_items, topk, first_expert, num_local,
-                 static_cast<std::int32_t>(params.args.call.max_tokens) * run.num_ranks(), num_copies);
-    __syncthreads();
-#pragma unroll 1
-    while (ok && at < end) {
-      const int next = at + warps;
-      RowTask next_task{};
-      typename RowReceiver<Rows, Width>::Ahead next_ahead = receiver.nothing();
-      if (next < end) {
-        next_task = task_at(next);
-        if (num_copies[next_task.item] > 0) next_ahead = receiver.load_ahead(next_task);
-      }
-      task.num_copies = num_copies[task.item];
-      ok = receiver.run(task, ahead);
-      at = next, task = next_task, ahead = next_ahead;
-    }
-    first += kItems;
-    if (first >= share.end_item || !__syncthreads_and(ok)) return;
+  for (int task = carriers.mine; ok && task < num_sends; task += carriers.count) {
+    if (task != carriers.mine) sent.load(params, task);
+    sent.finish(params);
+    STAMP(0, 4);
+    sent.send(run, params, buffer);
+    last = task;
   }
-}
-
-// K2: counts by expert and source.
-__device__ void run_clerk(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                          std::uint32_t* counts /* [R][L] */, Arrival& arrival) {
-  __shared__ std::uint32_t num_tokens[layout::kMaxKernelRanks];
-  const LowLatencyDispatchArgs& args = params.args;
-  const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
-  const int first_expert = experts.first_expert(run.rank()), num_local = experts.num_local_experts(run.rank());
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  const int num_ranks = run.num_ranks();
-  for (int i = thread; i < num_ranks * num_local; i += threads) counts[i] = 0;
-  if (!__syncthreads_and(!run.failed)) return;
+  Arrival arrival(&shared.arrived, num_arrivals);
+  STAMP(0, 5);
   arrival.make(run);
-  if (!run.receives()) return;
-  Items items{nullptr, static_cast<int>(args.num_tokens), num_ranks};
-  bool ok = watch_peers(run, num_tokens);
+  if (!run.receives()) return arrival.finish(run, ok);
+
+  const int num_ranks = run.num_ranks(), sources = num_ranks - (run.is_whole() ? 1 : 0);
+  auto at = receiver_of(run, params, table, shared);
+  const int first_task = carriers.task_from(num_sends);
+  ReceivedPart<Rows, Width> part;
+  const auto set = [&](int task) {
+    const int item = task / params.num_row_tasks, token = item / max(sources, 1);
+    int src = item - token * sources;
+    if (sources < num_ranks && src >= run.rank()) ++src;
+    part.set(at, src, token, task - item * params.num_row_tasks);
+  };
+  if (sources > 0) {
+    set(first_task);
+    if (ok && part.token < params.args.num_tokens) part.load(at);
+  }
+  int round = 0;
+  STAMP(0, 6);
+  do {
+    ok = fill_table(at, shared, true, ok);
+    STAMP(0, 9);
+    if (!ok) break;
+    STAMP(0, 9);
+    // This rank's own rows, those in registers first.
+    if (run.is_whole()) {
 #pragma unroll 1
-  while (true) {
-    ok = for_each_id_unit(run, params.slot, items, 0, items.total(),
-                          [&](int, int src, int, const uint4& unit) {
-#pragma unroll
-                            for (int i = 0; i < layout::kIdsPerUnit; ++i) {
-                              const int local = static_cast<int>(id_of_unit(unit, i)) - first_expert;
-                              if (local >= 0 && local < num_local) atomicAdd(&counts[src * num_local + local], 1u);
-                            }
-                          }) &&
-         ok;
-    if (!__syncthreads_and(ok)) return;
-    bool right = true;
-    for (int src = 0; src < num_ranks; ++src)
-      right = right && (items.num_tokens != nullptr || num_tokens[src] == static_cast<std::uint32_t>(items.each));
-    if (right) break;
-    items.num_tokens = num_tokens;
-    for (int i = thread; i < num_ranks * num_local; i += threads) counts[i] = 0;
-    __syncthreads();
-  }
-  for (int local = thread; local < num_local; local += threads) {
-    std::int64_t begin = 0;
-    for (int src = 0; src < num_ranks; ++src) {
-      const std::int64_t rows = counts[src * num_local + local];
-      args.layout_range[local * num_ranks + src] = begin << 32 | rows;
-      begin += rows;
+      for (int task = last; task >= 0; task -= carriers.count) {
+        if (task != last || round > 0) {
+          sent.load(params, task);
+          sent.finish(params);
+        }
+        if (at.in_chunk(run.rank(), sent.token)) keep_own_part(at, sent, buffer);
+      }
     }
-    args.recv_count[local] = static_cast<std::int32_t>(begin);
-    if (args.recv_stats != nullptr) args.recv_stats[local] += static_cast<std::int32_t>(begin);
+    STAMP(0, 10);
+#pragma unroll 1
+    for (int task = first_task; ok && sources > 0; task += carriers.count) {
+      if (task != first_task || round > 0) set(task);
+      if (part.token >= shared.most_tokens) break;
+      if (part.token >= static_cast<int>(shared.num_tokens[part.src]) ||
+          !at.in_chunk(part.src, part.token))
+        continue;
+      if (task != first_task || round > 0) part.load(at);
+      ok = part.receive(at, buffer);
+    }
+    STAMP(0, 11);
+    ++round;
+  } while (next_chunk(at, static_cast<int>(threadIdx.x), 32 * (params.num_carriers + 1)));
+  arrival.finish(run, ok);
+}
+
+// The warp that sends ids and weights of this block's share of the tokens, ahead of all rows, and counts.
+template <bool kPlain>
+__device__ __forceinline__ void write_words(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
+                                            const BitTable<kPlain>& table, DispatchShared& shared, int num_arrivals,
+                                            ManyEntries& entries) {
+  const LowLatencyDispatchArgs& args = params.args;
+  const bool is_many = !kPlain && args.ids.topk > 32, sends = args.call.half != LowLatencyHalf::kReceive;
+  WordSender words(params);
+  const int per_group = is_many ? 1 : words.tokens_at_a_time();
+  const int num_groups = sends ? (static_cast<int>(args.num_tokens) + per_group - 1) / per_group : 0;
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  ptx::griddepcontrol_wait();
+  if (!is_many && block < num_groups) words.load(block);
+  LowLatencyRun run = begin_call(domain, args.call, &shared.failure);
+  bool ok = block < num_groups ? await_slot(run) : !run.failed;
+#pragma unroll 1
+  for (int group = block; ok && group < num_groups; group += blocks) {
+    if (is_many) {
+      send_many_words(run, params, group, entries);
+    } else {
+      if (group != block) words.load(group);
+      words.send(run);
+    }
   }
-  if (thread < num_ranks)
-    args.recv_pos[(thread * (run.call.max_tokens + 1) + run.call.max_tokens) * args.ids.topk] =
-        static_cast<std::int32_t>(num_tokens[thread]);
+  STAMP(0, 12);
+  Arrival arrival(&shared.arrived, num_arrivals);
+  arrival.make(run);
+  if (!run.receives()) return arrival.finish(run, ok);
+  // R1.
+  std::uint32_t most = 0;
+#pragma unroll 1
+  for (int src = lane_id(); ok && src < run.num_ranks(); src += 32) {
+    std::uint32_t tokens = 0;
+    if (run.is_live(src)) ok = await_header(run, src, false, &tokens);
+    shared.num_tokens[src] = tokens;
+    most = max(most, tokens);
+  }
+  most = __reduce_max_sync(0xffffffffu, most);
+  if (lane_id() == 0) shared.most_tokens = static_cast<int>(most);
+  auto at = receiver_of(run, params, table, shared);
+  do {
+    ok = fill_table(at, shared, false, ok);
+    if (!ok) break;
+    STAMP(0, 13);
+    count_rows(at);
+    STAMP(0, 14);
+  } while (next_chunk(at, static_cast<int>(threadIdx.x), 32 * (params.num_carriers + 1)));
+  arrival.finish(run, ok);
+}
+
+// The warp of the first block that tells the peers about the call and watches them.
+__device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
+                                      DispatchShared& shared, int num_arrivals) {
+  ptx::griddepcontrol_wait();
+  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  Arrival arrival(&shared.arrived, num_arrivals);
+  bool ok = !run.failed && tell_peers(run, params.args.num_tokens);
+  arrival.make(run);
+  if (ok && run.receives())
+    ok = watch_peers(run, [&](int peer, std::uint32_t tokens) {
+      const std::int64_t end = peer * (run.call.max_tokens + 1) + run.call.max_tokens;
+      params.args.recv_pos[end * params.args.ids.topk] = static_cast<std::int32_t>(tokens);
+    });
+  arrival.finish(run, ok);
 }
 
 template <class Rows, class Width>
-__global__ void __launch_bounds__(LowLatencyTuning::kThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain,
                     const __grid_constant__ LowLatencyDispatchParams params) {
   extern __shared__ __align__(16) char shared_memory[];
-  __shared__ TileBuffer buffers[LowLatencyTuning::kThreads / 32];
-  TileBuffer& buffer = buffers[threadIdx.x / 32];
-  LowLatencyRun run = begin_call(domain, params.args.call);
-  Arrival arrival;
-  if (run.is_herald()) {
-    run_herald(run, params.args.num_tokens, arrival);
-  } else if (run.is_clerk()) {
-    run_clerk(run, params, reinterpret_cast<std::uint32_t*>(shared_memory), arrival);
-  } else {
-    bool ok = true;
-    if (run.sends()) ok = send_rows<Rows, Width>(run, params, buffer);
-    if (run.receives()) {
-      receive_rows<Rows, Width>(run, params, ok, shared_memory, buffer, arrival);
-    } else {
-      __syncthreads();
-      arrival.make(run);
-    }
+  __shared__ DispatchShared shared;
+  __shared__ ManyEntries entries;
+  STAMP(0, 0);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  TileBuffer* buffer = nullptr;
+  if constexpr (!kCasts<Rows>) {
+    __shared__ TileBuffer buffers[LowLatencyTuning::kCarriers];
+    buffer = &buffers[min(warp, LowLatencyTuning::kCarriers - 1)];
   }
-  arrival.finish(run);
-  ptx::griddepcontrol_launch_dependents();
+  const layout::ExpertBlocks experts(params.args.call.num_experts, domain.num_ranks);
+  const BitTable<Width::kPlain> table(shared_memory, params, experts.num_local_experts(domain.rank));
+  table.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  table.clear_before(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  if (threadIdx.x == 0) shared.arrived = shared.failed[0] = shared.failed[1] = shared.failure.claimed = 0;
+  __syncthreads();
+  const int num_arrivals = params.num_carriers + (blockIdx.x == 0 ? 2 : 1);
+  if (warp < params.num_carriers)
+    carry<Rows, Width>(domain, params, table, shared, num_arrivals, buffer);
+  else if (warp == params.num_carriers)
+    write_words(domain, params, table, shared, num_arrivals, entries);
+  else if (blockIdx.x == 0)
+    guard(domain, params, shared, num_arrivals);
 }
 
 template <typename Body>
@@ -225,11 +253,18 @@ void with_rows(const LowLatencyDispatchArgs& args, Body body) {
   }
 }
 
-std::size_t shared_bytes(int num_experts, int num_ranks, int topk) {
-  const layout::ExpertBlocks experts(num_experts, num_ranks);
-  const int most = experts.max_local_experts();
-  return std::max(ReceiveShared::bytes(most, topk),
-                  sizeof(std::uint32_t) * static_cast<std::size_t>(most) * static_cast<std::size_t>(num_ranks));
+constexpr std::size_t kMostTableBytes = 128 * 1024;
+
+// As much of the bit table as fits.
+void cut_table(LowLatencyDispatchParams& params, int num_ranks) {
+  const layout::ExpertBlocks experts_of(params.args.call.num_experts, num_ranks);
+  params.words_per_source = static_cast<int>((params.args.call.max_tokens + 31) / 32);
+  const std::int64_t words = static_cast<std::int64_t>(params.words_per_source) * num_ranks;
+  check_range("words of the bit table", words, 1, 1 << 28);
+  params.num_words = static_cast<int>((words + 3) / 4 * 4);
+  const std::size_t experts = layout::align_up(static_cast<std::size_t>(experts_of.max_local_experts()), 4);
+  const int most = static_cast<int>(kMostTableBytes / 4 / experts) - 1;  // one is for what was before
+  params.chunk_words = params.num_words <= most ? params.num_words : most >= 4 ? most / 4 * 4 : most >= 2 ? 2 : 1;
 }
 
 layout::LowLatencyDispatchSlot slot_of(int num_ranks, const LowLatencyDispatchArgs& args) {
@@ -251,40 +286,54 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   if (args.row_bytes % 16 != 0) throw ArgumentError("row_bytes must be a multiple of 16");
   if (args.cast && args.row_bytes % kCastBlock != 0) throw ArgumentError("rows to be cast come in 128 elements");
   args.call.hash = layout::signature_hash(args.call.signature);
+  const layout::ExpertBlocks experts(args.call.num_experts, domain.num_ranks);
   LowLatencyDispatchParams params;
   params.args = args;
   params.slot = slot_of(domain.num_ranks, args);
+  params.expert_ranks = ExpertRanks(experts);
   params.num_scales =
       static_cast<int>(args.cast ? args.row_bytes / kCastBlock / (args.ue8m0 ? 4 : 1) : args.scales.num_items);
   params.x_alignment = common_alignment(reinterpret_cast<std::uintptr_t>(args.x) |
                                         static_cast<std::uint64_t>(args.num_tokens > 1 ? args.row_stride : 0) | 16u);
+  cut_table(params, domain.num_ranks);
+  // As if all ranks had as many tokens as this one; with more than that it takes longer.
+  const std::int64_t items = (args.call.half == LowLatencyHalf::kReceive ? 0 : args.num_tokens) +
+                             (args.call.half == LowLatencyHalf::kSend
+                                  ? 0
+                                  : args.num_tokens * (domain.num_ranks - (args.call.half == LowLatencyHalf::kBoth)));
   const auto set_parts = [&](int parts_per_tile) {
     params.num_parts = params.slot.num_tiles * parts_per_tile;
-    params.num_row_tasks = params.num_parts + params.slot.num_scale_tiles + 1;
-    check_range("tasks of a call", args.call.max_tokens * domain.num_ranks * params.num_row_tasks, 0, INT32_MAX);
+    params.num_row_tasks = params.num_parts + params.slot.num_scale_tiles;
+    check_range("tasks of a call", args.call.max_tokens * (domain.num_ranks + 1) * params.num_row_tasks, 0, INT32_MAX);
   };
-  // As if all ranks had as many tokens as this one; with more than that it takes longer.
-  const std::int64_t sent = args.call.half == LowLatencyHalf::kReceive ? 0 : args.num_tokens;
-  const std::int64_t received = args.call.half == LowLatencyHalf::kSend ? 0 : args.num_tokens * domain.num_ranks;
+  const bool plain = args.ids.topk <= kHalf && params.x_alignment == 16 && params.chunk_words == params.num_words;
   set_parts(Narrow::kParts);
-  const bool narrow = fits_one_round(args.call, (sent + received) * params.num_row_tasks);
+  const bool narrow = plain && is_narrow(args.call, items * params.num_row_tasks, LowLatencyTuning::kNarrowDispatch);
   if (!narrow) set_parts(Wide::kParts);
-  const int num_blocks =
-      num_low_latency_blocks(args.call, sent * params.num_row_tasks, received * params.num_row_tasks);
+  const LowLatencyGrid grid(args.call, items * params.num_row_tasks);
+  params.num_carriers = grid.carriers;
+  const int warps = grid.carriers + LowLatencyTuning::kDispatchOthers;
+  const auto start = [&]<auto kKernel>() {
+    params.early = args.call.early && fits_twice<kKernel>(warps);
+    launch(kKernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream, true,
+           "launch of low_latency_dispatch", domain, params);
+  };
   with_rows(args, [&](auto rows) {
     using Rows = decltype(rows);
-    launch(narrow ? dispatch_kernel<Rows, Narrow> : dispatch_kernel<Rows, Wide>, num_blocks,
-           LowLatencyTuning::kThreads / 32, shared_bytes(args.call.num_experts, domain.num_ranks, args.ids.topk),
-           stream, true, "launch of low_latency_dispatch", domain, params);
+    if (narrow)
+      start.template operator()<dispatch_kernel<Rows, Narrow>>();
+    else if (plain)
+      start.template operator()<dispatch_kernel<Rows, Wide>>();
+    else
+      start.template operator()<dispatch_kernel<Rows, General>>();
   });
 }
 
 void prepare_low_latency_dispatch() {
-  const int most = static_cast<int>(std::max(shared_bytes(layout::kMaxExperts, 1, layout::kMaxTopk),
-                                             shared_bytes(layout::kMaxExperts, layout::kMaxKernelRanks, 1)));
   const auto load = [&](auto rows) {
-    load_kernel(dispatch_kernel<decltype(rows), Narrow>, most);
-    load_kernel(dispatch_kernel<decltype(rows), Wide>, most);
+    load_kernel(dispatch_kernel<decltype(rows), Narrow>, static_cast<int>(kMostTableBytes));
+    load_kernel(dispatch_kernel<decltype(rows), Wide>, static_cast<int>(kMostTableBytes));
+    load_kernel(dispatch_kernel<decltype(rows), General>, static_cast<int>(kMostTableBytes));
   };
   load(AsTheyAre{});
   load(CastFrom<__nv_bfloat16>{});

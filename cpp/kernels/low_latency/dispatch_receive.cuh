@@ -1,5 +1,5 @@
-// The receiving side of low-latency dispatch: what it makes of ids, and a row's tasks. README.md beside this file has
-// the words and the order among them; comments name its steps.
+// The receiving side of low-latency dispatch: where rows go, and a row's tasks. README.md beside this file has the
+// words and the order among them; comments name its steps.
 #pragma once
 
 #include <cstdint>
@@ -8,38 +8,125 @@
 
 namespace deep_moe::kernels {
 
-// Tokens of all sources in order, as items: which (source, token) is one.
-struct Items {
-  const std::uint32_t* num_tokens;  // [R], in shared memory; null: `each` of every source
-  int each;
-  int num_ranks;
-  __device__ int total() const {
-    if (num_tokens == nullptr) return each * num_ranks;
-    int sum = 0;
+// Words [begin, end) of the bit table.
+struct Chunk {
+  int begin, end;
+  __device__ bool has(int word) const { return word >= begin && word < end; }
+};
+
+// R2, R3. Shared memory of a block: a bit for each (local expert, source, token), set where the token goes to the
+// expert. A row's place is the number of bits before its own. Each source begins a word. Where all of it does not fit,
+// chunks of words follow each other, and `before` has what was set in earlier ones.
+template <bool kPlain>
+class BitTable {
+ public:
+  __device__ BitTable(char* base, const LowLatencyDispatchParams& params, int num_local)
+      : before_(reinterpret_cast<std::uint32_t*>(base)),
+        bits_(before_ + (is_cut(params) ? layout::align_up(static_cast<std::size_t>(num_local), 4) : 0)),
+        num_local_(num_local),
+        words_(params.chunk_words),
+        per_source_(params.words_per_source),
+        is_cut_(is_cut(params)) {}
+  static DM_HOST_DEVICE bool is_cut(const LowLatencyDispatchParams& params) {
+    return !kPlain && params.chunk_words < params.num_words;
+  }
+  static std::size_t bytes(const LowLatencyDispatchParams& params, int num_local) {
+    const std::size_t experts = layout::align_up(static_cast<std::size_t>(num_local), 4);
+    return 4 * experts * static_cast<std::size_t>(params.chunk_words + (is_cut(params) ? 1 : 0));
+  }
+
+  __device__ __forceinline__ void clear(int thread, int threads) const {
+    for (int i = thread; i < (num_local_ * words_ + 3) / 4; i += threads)
+      reinterpret_cast<uint4*>(bits_)[i] = make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void clear_before(int thread, int threads) const {
+    if (is_cut_)
+      for (int i = thread; i < num_local_; i += threads) before_[i] = 0;
+  }
+  // To the next chunk.
+  __device__ __forceinline__ void fold(int thread, int threads) const {
+    for (int local = thread; local < num_local_; local += threads) {
+      std::uint32_t sum = 0;
+      for (int w = 0; w < words_; ++w) sum += static_cast<std::uint32_t>(__popc(row(local)[w]));
+      before_[local] += sum;
+    }
+  }
+  __device__ __forceinline__ int word_of(int src, int token) const { return src * per_source_ + token / 32; }
+  __device__ __forceinline__ void set(int local, int word_in_chunk, int token) const {
+    atomicOr(&row(local)[word_in_chunk], 1u << token % 32);
+  }
+  __device__ __forceinline__ std::uint32_t rows_before(int local, int word_in_chunk, int token) const {
+    std::uint32_t sum = is_cut_ ? before_[local] : 0u;
+    const auto count = [&](std::uint32_t bits, int word) {
+      const std::uint32_t mask = word < word_in_chunk ? ~0u : word == word_in_chunk ? (1u << token % 32) - 1 : 0u;
+      sum += static_cast<std::uint32_t>(__popc(bits & mask));
+    };
+    if (!kPlain && words_ < 4) {
 #pragma unroll 1
-    for (int src = 0; src < num_ranks; ++src) sum += static_cast<int>(num_tokens[src]);
+      for (int w = 0; w <= word_in_chunk; ++w) count(row(local)[w], w);
+      return sum;
+    }
+    const auto* words = reinterpret_cast<const uint4*>(row(local));  // words_ is a multiple of 4
+#pragma unroll 2
+    for (int w = 0; w <= word_in_chunk; w += 4) {
+      const uint4 four = words[w / 4];
+      count(four.x, w), count(four.y, w + 1), count(four.z, w + 2), count(four.w, w + 3);
+    }
     return sum;
   }
-  __device__ void find(int item, int* src, int* token) const {
-    if (num_tokens == nullptr) {
-      *src = item / each, *token = item - *src * each;
-      return;
-    }
-    int at = 0;
-#pragma unroll 1
-    while (item >= static_cast<int>(num_tokens[at])) item -= static_cast<int>(num_tokens[at++]);
-    *src = at, *token = item;
+  __device__ std::uint32_t* row(int local) const { return bits_ + local * words_; }
+  __device__ std::uint32_t before(int local) const { return is_cut_ ? before_[local] : 0u; }
+
+ private:
+  std::uint32_t *before_, *bits_;
+  int num_local_, words_, per_source_;
+  bool is_cut_;
+};
+
+// What a block knows in shared memory.
+struct DispatchShared {
+  WaitFailure failure;
+  int arrived;
+  int failed[2];    // a warp could not go on, before the first meeting of a chunk or the second
+  int most_tokens;  // of any source
+  std::uint32_t num_tokens[layout::kMaxKernelRanks];
+};
+
+__device__ __forceinline__ std::uint32_t id_of_unit(const uint4& unit, int i) {
+  const std::uint32_t word = i < 2 ? unit.x : i < 4 ? unit.y : unit.z;
+  return word >> 16 * (i % 2) & 0xffffu;
+}
+
+// This rank as a receiver.
+template <bool kPlain>
+struct Receiver {
+  const LowLatencyRun& run;
+  const LowLatencyDispatchParams& params;
+  const BitTable<kPlain>& table;
+  const DispatchShared& shared;
+  int first_expert, num_local;
+  Chunk chunk;
+  std::int32_t expert_rows;  // room of one
+
+  __device__ __forceinline__ bool in_chunk(int src, int token) const {
+    return kPlain || chunk.has(table.word_of(src, token));
   }
+  __device__ __forceinline__ int word_of(int src, int token) const {
+    return table.word_of(src, token) - (kPlain ? 0 : chunk.begin);
+  }
+
+  __device__ __forceinline__ std::int64_t item(int src, int token) const { return src * run.call.max_tokens + token; }
 };
 
 // Loads a unit of a token's ids until it is there, or the source's header says that there is no such token. False:
 // leave.
-__device__ __forceinline__ bool await_ids(const LowLatencyRun& run, const char* header, int src, int token,
-                                          const void* address, uint4* unit) {
+__device__ __forceinline__ bool await_ids(const LowLatencyRun& run, int src, int token, const void* address,
+                                          uint4* unit) {
   if (unit->w == run.tag) return true;
+  const char* header = run.my_slot() + src * layout::kUnitBytes;
   uint4 found, head;
   std::uint64_t seen;
-  const bool there = wait_until(
+  const bool there = wait_in_line(
       run.scope, layout::WaitPhase::kRouting, src, run.tag,
       [&] {
         head = ptx::ld_relaxed_sys_16(header);
@@ -54,271 +141,314 @@ __device__ __forceinline__ bool await_ids(const LowLatencyRun& run, const char* 
   return there;
 }
 
-// Calls `body(item, src, unit index, unit)` for the units of ids of items [begin, end), all threads of the block taking
-// turns; those of tokens that are not there are left out. False: leave.
-template <typename Body>
-__device__ __forceinline__ bool for_each_id_unit(const LowLatencyRun& run, const layout::LowLatencyDispatchSlot& slot,
-                                                 const Items& items, int begin, int end, Body body) {
+// R2. Sets the bits of tokens [first, end) of all sources, as far as they are in the chunk; the threads of all carriers
+// take turns. False: leave.
+template <bool kPlain>
+__device__ __forceinline__ bool gather_ids(const Receiver<kPlain>& at, int first, int end, int thread, int threads) {
   constexpr int kBatch = LowLatencyTuning::kIdUnitsInFlight;
-  const int num_units = slot.num_id_units, last = end * num_units, step = static_cast<int>(blockDim.x);
+  const LowLatencyRun& run = at.run;
+  const layout::LowLatencyDispatchSlot& slot = at.params.slot;
+  const int units = slot.num_id_units, num_ranks = run.num_ranks(), total = (end - first) * num_ranks * units;
   char* const mine = run.my_slot();
   bool ok = true;
 #pragma unroll 1
-  for (int first = begin * num_units + static_cast<int>(threadIdx.x); ok && first < last; first += kBatch * step) {
+  for (int begin = thread; ok && begin < total; begin += kBatch * threads) {
     uint4 unit[kBatch];
-    int src[kBatch], token[kBatch];
     const char* address[kBatch];
+    int src[kBatch], token[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i * step >= last) continue;
-      items.find((first + i * step) / num_units, &src[i], &token[i]);
-      address[i] = slot.ids(mine, src[i], token[i]) + (first + i * step) % num_units * layout::kUnitBytes;
+      const int n = begin + i * threads, one = n / units;
+      token[i] = one / num_ranks;
+      src[i] = one - token[i] * num_ranks;
+      token[i] += first;
+      address[i] = nullptr;
+      if (n >= total || !run.is_live(src[i]) || !at.in_chunk(src[i], token[i])) continue;
+      address[i] = slot.ids(mine, src[i], token[i]) + (n - one * units) * layout::kUnitBytes;
       unit[i] = ptx::ld_relaxed_sys_16(address[i]);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int at = first + i * step;
-      if (at >= last) continue;
-      ok = ok && await_ids(run, slot.header(mine, src[i]), src[i], token[i], address[i], &unit[i]);
-      if (ok && unit[i].w == run.tag) body(at / num_units, src[i], at % num_units, unit[i]);
+      if (!ok || address[i] == nullptr) continue;
+      ok = await_ids(run, src[i], token[i], address[i], &unit[i]);
+      if (!ok || unit[i].w != run.tag) continue;
+      const int word = at.word_of(src[i], token[i]);
+#pragma unroll
+      for (int j = 0; j < layout::kIdsPerUnit; ++j) {
+        // One that is marked as repeated is above all local ones.
+        const int local = static_cast<int>(id_of_unit(unit[i], j)) - at.first_expert;
+        if (local >= 0 && local < at.num_local) at.table.set(local, word, token[i]);
+      }
     }
   }
   return ok;
 }
 
-__device__ __forceinline__ std::uint32_t id_of_unit(const uint4& unit, int i) {
-  const std::uint32_t word = i < 2 ? unit.x : i < 4 ? unit.y : unit.z;
-  return word >> 16 * (i % 2) & 0xffffu;
-}
+// R3. Where the rows of half of a token's entries go: local expert and packed row of this lane's entry, -1 where there
+// is none.
+struct Places {
+  std::int32_t local = -1, position = -1;
+  std::uint32_t copies;  // lanes that have a row
 
-// Shared memory of a block that receives rows; ids and places are those of a chunk of items.
-struct ReceiveShared {
-  static constexpr int kItems = LowLatencyTuning::kItemsPerChunk;
-  std::uint32_t* counts;    // [L] rows of each local expert before the chunk
-  std::int32_t* positions;  // [items][K] packed row or -1
-  std::int32_t* experts;    // [items][K] local expert of the item's n-th copy
-  std::int32_t* copies;     // [items][K] packed row of the same
-  std::uint16_t* ids;       // [items][K]
-
-  __device__ ReceiveShared(char* base, int num_local, int topk) {
-    counts = reinterpret_cast<std::uint32_t*>(base);
-    positions = reinterpret_cast<std::int32_t*>(counts + num_local);
-    experts = positions + kItems * topk;
-    copies = experts + kItems * topk;
-    ids = reinterpret_cast<std::uint16_t*>(copies + kItems * topk);
-  }
-  static std::size_t bytes(int num_local, int topk) {
-    return 4 * static_cast<std::size_t>(num_local) + 14 * static_cast<std::size_t>(kItems * topk);
-  }
-};
-
-// R3. Places of the chunk's rows, item after item, for the counts go on from one to the next. One warp; then whoever
-// calls has to wait for all threads.
-__device__ __forceinline__ void place_rows(const ReceiveShared& shared, int num_items, int topk, int first_expert,
-                                           int num_local, std::int32_t expert_rows, int* num_copies) {
-#pragma unroll 1
-  for (int item = 0; item < num_items; ++item) {
-    int copies = 0;
-#pragma unroll 1
-    for (int first = 0; first < topk; first += 32) {
-      const int k = first + lane_id(), entry = item * topk + k;
-      const std::uint32_t id = k < topk ? shared.ids[entry] : layout::kNoExpert;
-      const int local = static_cast<int>(id & ~layout::kRepeatedExpert) - first_expert;
-      const bool is_here = local >= 0 && local < num_local, is_first = (id & layout::kRepeatedExpert) == 0;
-      std::uint32_t row = 0;
-      if (is_here && is_first) {
-        row = shared.counts[local];
-        shared.counts[local] = row + 1;
+  // `id`, as it travels, of this lane's entry.
+  template <bool kPlain>
+  __device__ __forceinline__ Places(const Receiver<kPlain>& at, int src, int token, std::uint32_t id) {
+    const int expert = static_cast<int>(id) - at.first_expert;
+    if (expert >= 0 && expert < at.num_local) {
+      const std::uint32_t row = at.table.rows_before(expert, at.word_of(src, token), token);
+      if (row < static_cast<std::uint32_t>(at.expert_rows)) {
+        local = expert;
+        position = expert * at.expert_rows + static_cast<std::int32_t>(row);
       }
-      __syncwarp();
-      if (is_here && !is_first) row = shared.counts[local] - 1;
-      __syncwarp();
-      const bool fits = is_here && row < static_cast<std::uint32_t>(expert_rows);
-      const std::int32_t position = fits ? local * expert_rows + static_cast<std::int32_t>(row) : -1;
-      if (k < topk) shared.positions[entry] = position;
-      const std::uint32_t copied = __ballot_sync(0xffffffffu, fits && is_first);
-      if (fits && is_first) {
-        const int copy = item * topk + copies + __popc(copied & ((1u << lane_id()) - 1));
-        shared.copies[copy] = position;
-        shared.experts[copy] = local;
-      }
-      copies += __popc(copied);
     }
-    if (lane_id() == 0) num_copies[item] = copies;
+    copies = __ballot_sync(0xffffffffu, position >= 0);
+  }
+};
+
+// The id of this lane's entry, from units of ids, unit u in lane u.
+__device__ __forceinline__ std::uint32_t id_in_lane(const uint4& unit, int topk, int half) {
+  const int k = entry_of_lane(half), lane = k / layout::kIdsPerUnit, i = k - lane * layout::kIdsPerUnit;
+  const std::uint32_t x = __shfl_sync(0xffffffffu, unit.x, lane), y = __shfl_sync(0xffffffffu, unit.y, lane),
+                      z = __shfl_sync(0xffffffffu, unit.z, lane);
+  const std::uint32_t word = i < 2 ? x : i < 4 ? y : z;
+  return k < topk ? (i % 2 == 0 ? word & 0xffffu : word >> 16) : layout::kNoExpert;
+}
+
+// Calls `body(half, id)`, as it travels, for the halves of a token's entries. This rank's own ones from where they are.
+template <bool kPlain, typename Body>
+__device__ __forceinline__ void for_each_half(const uint4& unit, int topk, Body body) {
+#pragma unroll 1
+  for (int half = 0; half < num_halves<kPlain>(topk); ++half) body(half, id_in_lane(unit, topk, half));
+}
+template <bool kPlain, typename Body>
+__device__ __forceinline__ void for_each_half(const LowLatencyRun& run, const TopkIds& ids, int token,
+                                              std::int64_t first, Body body) {
+#pragma unroll 1
+  for (int half = 0; half < num_halves<kPlain>(ids.topk); ++half) {
+    const std::int32_t id =
+        checked_id(half == 0 ? first : raw_id(ids, token, entry_of_lane(half)), run.call.num_experts);
+    body(half, encoded(id, is_repeated(ids, token, half, id)));
   }
 }
 
-// R4. One task of an item that has rows here.
-struct RowTask {
-  int item, src, token, part, num_copies;
-};
-
-template <class Rows, class Width>
-class RowReceiver {
- public:
-  __device__ RowReceiver(const LowLatencyRun& run, const LowLatencyDispatchParams& params, const ReceiveShared& shared,
-                         TileBuffer& buffer)
-      : run_(run),
-        params_(params),
-        shared_(shared),
-        buffer_(buffer),
-        expert_rows_(static_cast<std::int32_t>(run.call.max_tokens) * run.num_ranks()) {}
-
-  // What a task waits for, asked for ahead.
-  struct Ahead {
-    LaneUnits<Width> units;
-    uint4 scales;
-  };
-  __device__ __forceinline__ Ahead nothing() const { return {no_units<Width>(run_.tag), no_unit(run_.tag)}; }
-  __device__ __forceinline__ Ahead load_ahead(const RowTask& task) const {
-    Ahead ahead = nothing();
-    if (is_mine(task) || task.part >= params_.num_parts) return ahead;
-    const LaneTile<Width> tile(params_.args.row_bytes, task.part);
-    tile.load_units(row(task), &ahead.units);
-    if (params_.slot.num_scale_units > 0 && tile.has_scale_unit())
-      ahead.scales = ptx::ld_relaxed_sys_16(row(task) + scale_unit_offset(params_.slot, tile));
-    return ahead;
+// R4. A part of a row into the packed blocks, a copy for each expert, and its scales.
+template <bool kWithScales, class Width>
+__device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, const Places& places, const LaneTile<Width>& tile,
+                                             const LaneVectors<Width>& vectors, const uint4& scales) {
+  const LowLatencyDispatchArgs& args = at.params.args;
+  char* const rows = static_cast<char*>(args.recv_x);
+  // Lane j of those that share scales has that of block j of three.
+  std::uint32_t scale = 0;
+  bool has_scale = false;
+  std::int64_t scale_row = 0;  // of that block, in items, without the copy's place
+  if constexpr (kWithScales) {
+    const int holder = tile.lane_with_scales(), j = lane_id() % 8;
+    const std::uint32_t x = __shfl_sync(0xffffffffu, scales.x, holder), y = __shfl_sync(0xffffffffu, scales.y, holder),
+                        z = __shfl_sync(0xffffffffu, scales.z, holder);
+    scale = j == 0 ? x : j == 1 ? y : z;
+    const int block = (tile.tile * layout::kLaneVectors + j) * layout::kScaleUnitsPerTile + tile.scale_group();
+    has_scale = j < layout::kLaneVectors && block < static_cast<int>(args.row_bytes / kCastBlock) &&
+                (Width::kParts == 1 || lane_id() < layout::kLaneVectors);
+    scale_row = args.ue8m0 ? static_cast<std::int64_t>(block / 4) * at.expert_rows * 4 + block % 4
+                           : static_cast<std::int64_t>(block) * at.expert_rows;
   }
+#pragma unroll 1
+  for (std::uint32_t rest = places.copies; rest != 0; rest &= rest - 1) {
+    const int k = __ffs(static_cast<int>(rest)) - 1;
+    const std::int32_t position = __shfl_sync(0xffffffffu, places.position, k);
+    tile.store_vectors(rows + position * args.row_bytes, vectors);
+    if constexpr (kWithScales) {
+      // (expert * scales + block) * rows + row of the expert
+      const std::int64_t at_scale =
+          position + static_cast<std::int64_t>(__shfl_sync(0xffffffffu, places.local, k)) *
+                         (at.params.num_scales - 1) * at.expert_rows;
+      if (!has_scale) continue;
+      if (args.ue8m0)
+        static_cast<std::uint8_t*>(args.recv_scales)[4 * at_scale + scale_row] = static_cast<std::uint8_t>(scale >> 23);
+      else
+        static_cast<std::uint32_t*>(args.recv_scales)[at_scale + scale_row] = scale;
+    }
+  }
+}
 
+// Scales that a row brought along, from `buffer`.
+template <bool kPlain>
+__device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, const Places& places, const ScaleTile& items,
+                                                 const TileBuffer& buffer) {
+  const ScaleRows& scales = at.params.args.scales;
+#pragma unroll 1
+  for (std::uint32_t rest = places.copies; rest != 0; rest &= rest - 1) {
+    const int k = __ffs(static_cast<int>(rest)) - 1;
+    const std::int64_t local = __shfl_sync(0xffffffffu, places.local, k);
+    const std::int64_t first = __shfl_sync(0xffffffffu, places.position, k) +
+                               (local * (at.params.num_scales - 1) + items.first) * at.expert_rows;
+#pragma unroll 1
+    for (int i = lane_id(); i < items.count; i += 32)
+      store_item(static_cast<char*>(at.params.args.recv_scales) +
+                     (first + static_cast<std::int64_t>(i) * at.expert_rows) * scales.item_bytes,
+                 load_item(buffer.bytes + i * scales.item_bytes, scales.item_bytes), scales.item_bytes);
+  }
+  __syncwarp();
+}
+
+// R4. What the combine has to know of a token, and whose rows these are.
+template <bool kPlain>
+__device__ __forceinline__ void store_places(const Receiver<kPlain>& at, const Places& places, int src, int token, int half) {
+  const LowLatencyDispatchArgs& args = at.params.args;
+  const int topk = args.ids.topk, k = entry_of_lane(half);
+  if (k < topk) args.recv_pos[(at.item(src, token) + src) * topk + k] = places.position;
+  if (places.position >= 0) args.src_info[places.position] = token;
+}
+
+// R4. Weights that came with a row. False: leave.
+template <bool kPlain>
+__device__ __forceinline__ bool receive_weights(const Receiver<kPlain>& at, const char* row, int src, int token) {
+  const layout::LowLatencyDispatchSlot& slot = at.params.slot;
+  const LowLatencyDispatchArgs& args = at.params.args;
+  const int topk = args.ids.topk;
+  bool ok = true;
+  if (lane_id() < slot.num_weight_units) {
+    uint4 unit = no_unit(at.run.tag);
+    ok = await_unit(at.run.scope, layout::WaitPhase::kWeights, src,
+                    row + slot.weights_offset + lane_id() * layout::kUnitBytes, &unit);
+    float* weights = args.recv_weights + at.item(src, token) * topk;
+    const std::uint32_t words[] = {unit.x, unit.y, unit.z};
+#pragma unroll
+    for (int w = 0; w < layout::kFloatsPerUnit; ++w) {
+      const int k = layout::kFloatsPerUnit * lane_id() + w;
+      if (ok && k < topk) weights[k] = __uint_as_float(words[w]);
+    }
+  }
+  return __all_sync(0xffffffffu, ok);
+}
+
+// A task of a token that comes from a peer, or in the second half from this rank as well.
+template <class Rows, class Width>
+struct ReceivedPart {
+  int src, token, part;
+  uint4 ids, scales;
+  LaneUnits<Width> units;
+
+  __device__ __forceinline__ const char* row(const Receiver<Width::kPlain>& at) const {
+    return at.params.slot.row(at.run.my_slot(), src, token);
+  }
+  __device__ __forceinline__ const char* ids_unit(const Receiver<Width::kPlain>& at) const {
+    return at.params.slot.ids(at.run.my_slot(), src, token) + lane_id() * layout::kUnitBytes;
+  }
+  __device__ __forceinline__ void set(const Receiver<Width::kPlain>& at, int src_, int token_, int part_) {
+    src = src_, token = token_, part = part_;
+    ids = scales = no_unit(at.run.tag);
+    units = no_units<Width>(at.run.tag);
+  }
+  // Before it is known whether anything comes.
+  __device__ __forceinline__ void load(const Receiver<Width::kPlain>& at) {
+    if (lane_id() < at.params.slot.num_id_units) ids = ptx::ld_relaxed_sys_16(ids_unit(at));
+    if (part >= at.params.num_parts) return;
+    const LaneTile<Width> tile(at.params.args.row_bytes, part);
+    tile.load_units(row(at), &units);
+    if constexpr (kCasts<Rows>)
+      if (tile.has_scale_unit()) scales = ptx::ld_relaxed_sys_16(row(at) + scale_unit_offset(at.params.slot, tile));
+  }
   // The whole warp. False: leave.
-  __device__ __forceinline__ bool run(const RowTask& task, Ahead& ahead) const {
-    const layout::LowLatencyDispatchSlot& slot = params_.slot;
-    if (task.part >= params_.num_parts + slot.num_scale_tiles) return receive_words(task);
-    if (task.num_copies == 0) return true;
-    if (task.part >= params_.num_parts) return receive_scale_tile(task, task.part - params_.num_parts);
-    return receive_tile(task, ahead);
+  __device__ __forceinline__ bool receive(const Receiver<Width::kPlain>& at, TileBuffer* buffer) {
+    const LowLatencyDispatchParams& params = at.params;
+    const LowLatencyRun& run = at.run;
+    // This block has seen the ids, so that they are there by now.
+    const bool has_ids = lane_id() < params.slot.num_id_units;
+    if (__any_sync(0xffffffffu, has_ids && ids.w != run.tag) && has_ids) ids = ptx::ld_relaxed_sys_16(ids_unit(at));
+    const bool is_row = part < params.num_parts;
+    bool ok = true, there = false;
+    LaneVectors<Width> vectors;
+    const LaneTile<Width> tile(params.args.row_bytes, part);
+    for_each_half<Width::kPlain>(ids, params.args.ids.topk, [&](int half, std::uint32_t id) {
+      const Places places(at, src, token, id);
+      if (part == 0) store_places(at, places, src, token, half);
+      if (places.copies == 0 || !ok) return;
+      if (!there) {
+        there = true;
+        if (part == 0 && params.slot.num_weight_units > 0) ok = receive_weights(at, row(at), src, token);
+        if (is_row) {
+          const bool has_scales = kCasts<Rows> && tile.has_scale_unit();
+          ok = await_units(run.scope, layout::WaitPhase::kUnits, src, row(at), tile, &units,
+                           has_scales ? row(at) + scale_unit_offset(params.slot, tile) : nullptr, &scales) &&
+               ok;
+          vectors = to_vectors(units);
+        } else if constexpr (!kCasts<Rows>) {
+          ok = await_scale_tile(at, *buffer) && ok;
+        }
+        if (!ok) return;
+      }
+      if (is_row)
+        store_copies<kCasts<Rows>>(at, places, tile, vectors, scales);
+      else if constexpr (!kCasts<Rows>)
+        store_scale_tile(at, places, ScaleTile(params.args.scales, part - params.num_parts), *buffer);
+    });
+    return ok;
   }
 
  private:
-  __device__ bool is_mine(const RowTask& task) const { return run_.is_whole() && task.src == run_.rank(); }
-  __device__ char* row(const RowTask& task) const { return params_.slot.row(run_.my_slot(), task.src, task.token); }
-  __device__ std::int32_t copy_of(const RowTask& task, int copy) const {
-    return shared_.copies[task.item * params_.args.ids.topk + copy];
-  }
-  // Where scale `scale` of a copy goes, in items.
-  __device__ std::int64_t scale_index(const RowTask& task, int copy, int scale, int num_scales) const {
-    const std::int64_t expert = shared_.experts[task.item * params_.args.ids.topk + copy];
-    return (expert * num_scales + scale) * expert_rows_ + (copy_of(task, copy) - expert * expert_rows_);
-  }
-
-  __device__ __forceinline__ bool receive_tile(const RowTask& task, Ahead& ahead) const {
-    const LowLatencyDispatchArgs& args = params_.args;
-    const LaneTile<Width> tile(args.row_bytes, task.part);
-    LaneVectors<Width> vectors;
-    if (is_mine(task)) {
-      TileInput<Rows, Width> input(params_, task.token, tile);
-      vectors = input.finish(params_, &ahead.scales);
-    } else {
-      const bool has_scales = params_.slot.num_scale_units > 0 && tile.has_scale_unit();
-      const char* from = row(task);
-      if (!await_units(run_.scope, layout::WaitPhase::kUnits, task.src, from, tile, &ahead.units,
-                       has_scales ? from + scale_unit_offset(params_.slot, tile) : nullptr, &ahead.scales))
-        return false;
-      vectors = to_vectors(ahead.units);
-    }
-#pragma unroll 1
-    for (int copy = 0; copy < task.num_copies; ++copy)
-      tile.store_vectors(static_cast<char*>(args.recv_x) + copy_of(task, copy) * args.row_bytes, vectors);
-    if (params_.slot.num_scale_units > 0) store_scales(task, tile, ahead.scales);
-    return true;
-  }
-
-  // Each of the lanes that share scales takes a copy.
-  __device__ __forceinline__ void store_scales(const RowTask& task, const LaneTile<Width>& tile,
-                                               const uint4& scales) const {
-    constexpr int kGroups = layout::kScaleUnitsPerTile, kSharers = 32 * Width::kParts / kGroups;
-    const int holder = tile.lane_with_scales();
-    const std::uint32_t bits[] = {__shfl_sync(0xffffffffu, scales.x, holder),
-                                  __shfl_sync(0xffffffffu, scales.y, holder),
-                                  __shfl_sync(0xffffffffu, scales.z, holder)};
-    const std::int64_t num_blocks = params_.args.row_bytes / kCastBlock;
-#pragma unroll 1
-    for (int copy = lane_id() % kSharers; copy < task.num_copies; copy += kSharers) {
+  __device__ __forceinline__ bool await_scale_tile(const Receiver<Width::kPlain>& at, TileBuffer& buffer) const {
+    const ScaleRows& own = at.params.args.scales;
+    const LaneTile<Wide> lane((own.num_items * own.item_bytes + 15) / 16 * 16, part - at.params.num_parts);
+    const char* from = row(at) + at.params.slot.scales_offset;
+    LaneUnits<Wide> wide = no_units<Wide>(at.run.tag);
+    if (!await_units(at.run.scope, layout::WaitPhase::kUnits, src, from, lane, &wide)) return false;
+    const LaneVectors<Wide> vectors = to_vectors(wide);
 #pragma unroll
-      for (int j = 0; j < layout::kLaneVectors; ++j) {
-        const int block = (tile.tile * layout::kLaneVectors + j) * kGroups + tile.scale_group();
-        if (block >= num_blocks) break;
-        if (params_.args.ue8m0) {
-          const std::int64_t word = scale_index(task, copy, block / 4, params_.num_scales);
-          static_cast<std::uint8_t*>(params_.args.recv_scales)[4 * word + block % 4] =
-              static_cast<std::uint8_t>(bits[j] >> 23);
-        } else {
-          static_cast<std::uint32_t*>(params_.args.recv_scales)[scale_index(task, copy, block, params_.num_scales)] =
-              bits[j];
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ bool receive_scale_tile(const RowTask& task, int tile) const {
-    const ScaleRows& scales = params_.args.scales;
-    const ScaleTile items(scales, tile);
-    if (is_mine(task)) {
-      gather_scales(scales, task.token, items, buffer_);
-    } else {
-      const LaneTile<Wide> lane((scales.num_items * scales.item_bytes + 15) / 16 * 16, tile);
-      const char* from = row(task) + params_.slot.scales_offset;
-      LaneUnits<Wide> units = no_units<Wide>(run_.tag);
-      if (!await_units(run_.scope, layout::WaitPhase::kUnits, task.src, from, lane, &units)) return false;
-      const LaneVectors<Wide> vectors = to_vectors(units);
-#pragma unroll
-      for (int j = 0; j < layout::kLaneVectors; ++j)
-        reinterpret_cast<uint4*>(buffer_.bytes)[32 * j + lane_id()] = vectors.v[j];
-      __syncwarp();
-    }
-#pragma unroll 1
-    for (int copy = 0; copy < task.num_copies; ++copy) {
-#pragma unroll 1
-      for (int i = lane_id(); i < items.count; i += 32) {
-        const std::int64_t at = scale_index(task, copy, items.first + i, params_.num_scales);
-        store_item(static_cast<char*>(params_.args.recv_scales) + at * scales.item_bytes,
-                   load_item(buffer_.bytes + i * scales.item_bytes, scales.item_bytes), scales.item_bytes);
-      }
-    }
+    for (int j = 0; j < layout::kLaneVectors; ++j)
+      reinterpret_cast<uint4*>(buffer.bytes)[32 * j + lane_id()] = vectors.v[j];
     __syncwarp();
     return true;
   }
+};
 
-  // Source tokens, positions, weights.
-  __device__ __forceinline__ bool receive_words(const RowTask& task) const {
-    const LowLatencyDispatchArgs& args = params_.args;
-    const int topk = args.ids.topk;
-    const std::int64_t max_tokens = run_.call.max_tokens;
-    std::int32_t* positions = args.recv_pos + (task.src * (max_tokens + 1) + task.token) * topk;
-#pragma unroll 1
-    for (int k = lane_id(); k < topk; k += 32) positions[k] = shared_.positions[task.item * topk + k];
-    if (task.num_copies == 0) return true;
-#pragma unroll 1
-    for (int copy = lane_id(); copy < task.num_copies; copy += 32) args.src_info[copy_of(task, copy)] = task.token;
-    if (params_.slot.num_weight_units == 0) return true;
-    float* weights = args.recv_weights + (task.src * max_tokens + task.token) * topk;
-    if (is_mine(task)) {
-#pragma unroll 1
-      for (int k = lane_id(); k < topk; k += 32) weights[k] = args.topk_weights[task.token * args.weight_stride + k];
-      return true;
-    }
-    bool ok = true;
-#pragma unroll 1
-    for (int u = lane_id(); u < params_.slot.num_weight_units; u += 32) {
-      uint4 unit = no_unit(run_.tag);
-      ok = await_unit(run_.scope, layout::WaitPhase::kWeights, task.src,
-                      row(task) + params_.slot.weights_offset + u * layout::kUnitBytes, &unit) &&
-           ok;
-      const std::uint32_t words[] = {unit.x, unit.y, unit.z};
-#pragma unroll
-      for (int w = 0; w < layout::kFloatsPerUnit; ++w) {
-        const int k = layout::kFloatsPerUnit * u + w;
-        if (ok && k < topk) weights[k] = __uint_as_float(words[w]);
+// In one launch, a part of this rank's own rows for its own experts, as it was cast to be sent.
+template <class Rows, class Width>
+__device__ __forceinline__ void keep_own_part(const Receiver<Width::kPlain>& at, const SentPart<Rows, Width>& sent,
+                                              TileBuffer* buffer) {
+  const LowLatencyDispatchParams& params = at.params;
+  for_each_half<Width::kPlain>(at.run, params.args.ids, sent.token, sent.raw, [&](int half, std::uint32_t id) {
+    const Places places(at, at.run.rank(), sent.token, id);
+    if (sent.part == 0) store_places(at, places, at.run.rank(), sent.token, half);
+    if (places.copies == 0) return;
+    if constexpr (!kCasts<Rows>) {
+      if (sent.part >= params.num_parts) {
+        const ScaleTile items(params.args.scales, sent.part - params.num_parts);
+        gather_scales(params.args.scales, sent.token, items, *buffer);
+        return store_scale_tile(at, places, items, *buffer);
       }
     }
-    return __all_sync(0xffffffffu, ok);
-  }
+    store_copies<kCasts<Rows>>(at, places, LaneTile<Width>(params.args.row_bytes, sent.part), sent.vectors,
+                               sent.scales);
+  });
+}
 
-  const LowLatencyRun& run_;
-  const LowLatencyDispatchParams& params_;
-  const ReceiveShared& shared_;
-  TileBuffer& buffer_;
-  const std::int32_t expert_rows_;
-};
+// K2. What the chunk says of the counts of this block's share of the local experts: begin and count of each source's
+// rows, and with the last chunk their sum. One warp.
+template <bool kPlain>
+__device__ __forceinline__ void count_rows(const Receiver<kPlain>& at) {
+  const LowLatencyDispatchArgs& args = at.params.args;
+  const int num_ranks = at.run.num_ranks(), per_source = at.params.words_per_source;
+  const int end = min(at.chunk.end, num_ranks * per_source);
+#pragma unroll 1
+  for (int local = static_cast<int>(blockIdx.x) + lane_id() * static_cast<int>(gridDim.x); local < at.num_local;
+       local += 32 * static_cast<int>(gridDim.x)) {
+    std::int64_t* range = args.layout_range + static_cast<std::int64_t>(local) * num_ranks;
+    const std::uint32_t* words = at.table.row(local);
+    std::uint32_t sum = at.table.before(local), begin = sum;
+    int src = at.chunk.begin / per_source, word = at.chunk.begin - src * per_source;
+    if (word > 0) begin = static_cast<std::uint32_t>(range[src] >> 32);  // as this thread has left it
+#pragma unroll 4
+    for (int w = at.chunk.begin; w < end; ++w) {
+      sum += static_cast<std::uint32_t>(__popc(words[w - at.chunk.begin]));
+      if (++word < per_source && w + 1 < end) continue;
+      range[src] = static_cast<std::int64_t>(begin) << 32 | (sum - begin);
+      if (word == per_source) ++src, word = 0, begin = sum;
+    }
+    if (end < num_ranks * per_source) continue;
+    args.recv_count[local] = static_cast<std::int32_t>(sum);
+    if (args.recv_stats != nullptr) args.recv_stats[local] += static_cast<std::int32_t>(sum);
+  }
+}
 
 }  // namespace deep_moe::kernels

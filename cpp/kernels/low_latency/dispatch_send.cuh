@@ -1,4 +1,4 @@
-// The sending side of low-latency dispatch: a token's tasks. README.md beside this file has the words and the order
+// The sending side of low-latency dispatch: rows, ids, weights. README.md beside this file has the words and the order
 // among them; comments name its steps.
 #pragma once
 
@@ -6,7 +6,6 @@
 
 #include "kernels/low_latency/call.cuh"
 #include "kernels/low_latency/cast.cuh"
-#include "layout/experts.hpp"
 
 namespace deep_moe::kernels {
 
@@ -14,16 +13,25 @@ namespace deep_moe::kernels {
 struct LowLatencyDispatchParams {
   LowLatencyDispatchArgs args;
   layout::LowLatencyDispatchSlot slot;
+  ExpertRanks expert_ranks;
   int num_parts = 0;      // of a row
-  int num_row_tasks = 0;  // its parts, tiles of scales, and one for ids and weights
+  int num_row_tasks = 0;  // its parts and tiles of scales
   int num_scales = 0;     // a row, as received
   int x_alignment = 16;
+  int words_per_source = 0;  // of the bit table
+  int num_words = 0;         // of one expert: all sources'
+  int chunk_words = 0;       // of them in shared memory at a time
+  int num_carriers = 0;      // warps of a block that carry rows
+  bool early = false;        // the next launch may start at once
 };
 
 // Marks how rows travel: as they are, or cast from T.
 struct AsTheyAre {};
 template <typename T>
 struct CastFrom {};
+
+template <class Rows>
+inline constexpr bool kCasts = !std::is_same_v<Rows, AsTheyAre>;
 
 // A lane's part of a tile of one of this rank's rows: loaded, then, once it is needed, as it travels.
 template <class Rows, class Width>
@@ -32,43 +40,45 @@ struct TileInput;
 template <class Width>
 struct TileInput<AsTheyAre, Width> {
   LaneVectors<Width> vectors;
-  __device__ __forceinline__ TileInput(const LowLatencyDispatchParams& params, std::int64_t token,
+  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, std::int64_t token,
                                        const LaneTile<Width>& tile) {
     const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
-    if (params.x_alignment == 16) {
+    if (Width::kPlain || params.x_alignment == 16) {
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
         if (tile.has_vector(j)) vectors.v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
     } else {
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = load_16_unaligned(row + tile.vector_offset(j), params.x_alignment);
+        if (tile.has_vector(j)) vectors.v[j] = load_16_anywhere(row + tile.vector_offset(j));
     }
   }
-  __device__ __forceinline__ const LaneVectors<Width>& finish(const LowLatencyDispatchParams&, uint4*) {
-    return vectors;
+  __device__ __forceinline__ void finish(const LowLatencyDispatchParams&, LaneVectors<Width>* out, uint4*) const {
+    *out = vectors;
   }
 };
 
 template <typename T, class Width>
 struct TileInput<CastFrom<T>, Width> {
   CastInput<T> inputs[Width::kVectors];
-  __device__ __forceinline__ TileInput(const LowLatencyDispatchParams& params, std::int64_t token,
-                                       const LaneTile<Width>& tile)
-      : inputs{} {
+  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, std::int64_t token,
+                                       const LaneTile<Width>& tile) {
     const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
 #pragma unroll
-    for (int j = 0; j < Width::kVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j) {
+      inputs[j] = {};
       if (tile.has_vector(j))
-        inputs[j].load(row + tile.vector_offset(j) * static_cast<int>(sizeof(T)), params.x_alignment);
+        inputs[j].load(row + tile.vector_offset(j) * static_cast<int>(sizeof(T)),
+                       Width::kPlain ? 16 : params.x_alignment);
+    }
   }
   // In the lane with scales also those of the three blocks, as payload of a unit.
-  __device__ __forceinline__ LaneVectors<Width> finish(const LowLatencyDispatchParams& params, uint4* scales) {
-    LaneVectors<Width> vectors;
+  __device__ __forceinline__ void finish(const LowLatencyDispatchParams& params, LaneVectors<Width>* out,
+                                         uint4* scales) const {
     float scale[Width::kVectors];
 #pragma unroll
     for (int j = 0; j < Width::kVectors; ++j)
-      vectors.v[j] = cast_block<Width::kNeighbour>(inputs[j], params.args.round_scale, &scale[j]);
+      out->v[j] = cast_block<Width::kNeighbour>(inputs[j], params.args.round_scale, &scale[j]);
     if constexpr (Width::kVectors == 1) {
       const std::uint32_t bits = __float_as_uint(scale[0]);
       *scales = make_uint4(__shfl_sync(0xffffffffu, bits, 0), __shfl_sync(0xffffffffu, bits, 1),
@@ -76,7 +86,6 @@ struct TileInput<CastFrom<T>, Width> {
     } else {
       *scales = make_uint4(__float_as_uint(scale[0]), __float_as_uint(scale[1]), __float_as_uint(scale[2]), 0);
     }
-    return vectors;
   }
 };
 
@@ -87,21 +96,10 @@ __device__ __forceinline__ std::int64_t scale_unit_offset(const layout::LowLaten
          (tile.tile * layout::kScaleUnitsPerTile + tile.scale_group()) * layout::kUnitBytes;
 }
 
-// S3. One tile of a token's row to every rank of `ranks`.
-template <class Width>
-__device__ __forceinline__ void send_tile(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                                          std::int64_t token, const LaneTile<Width>& tile,
-                                          const LaneVectors<Width>& vectors, uint4 scales, std::uint64_t ranks) {
-  const layout::LowLatencyDispatchSlot& slot = params.slot;
-  const LaneUnits<Width> units = to_units(vectors, run.tag);
-  scales.w = run.tag;
-  for_each_rank(ranks, [&](int dst) {
-    char* row = slot.row(run.slot_of(dst), run.rank(), token);
-    tile.store_units(row, units);
-    if (slot.num_scale_units > 0 && tile.has_scale_unit())
-      ptx::st_relaxed_sys_16(row + scale_unit_offset(slot, tile), scales);
-  });
-}
+// Scratch memory of a warp.
+struct alignas(16) TileBuffer {
+  char bytes[layout::kTilePayload];
+};
 
 // The scales that a row brings along, as bytes: items of one tile.
 struct ScaleTile {
@@ -140,105 +138,194 @@ __device__ __forceinline__ void send_scale_tile(const LowLatencyRun& run, const 
   __syncwarp();
 }
 
-// S2. A token's ids to every rank, and its weights to those of `ranks`.
-__device__ __forceinline__ void send_words(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                                           std::int64_t token, const TokenIds& ids, std::uint64_t ranks,
-                                           TileBuffer& buffer) {
-  const LowLatencyDispatchArgs& args = params.args;
-  const int topk = args.ids.topk, num_units = params.slot.num_id_units;
-  auto* encoded = reinterpret_cast<std::uint16_t*>(buffer.bytes);
-  std::uint32_t weight[TokenIds::kPerLane];
-#pragma unroll
-  for (int i = 0; i < TokenIds::kPerLane; ++i) {
-    const int k = lane_id() + 32 * i;
-    weight[i] = 0;
-    if (params.slot.num_weight_units > 0 && k < topk)
-      weight[i] = __float_as_uint(args.topk_weights[token * args.weight_stride + k]);
+// A task of one of this rank's tokens: a part of its row, or a tile of the scales that it brings along.
+template <class Rows, class Width>
+struct SentPart {
+  int token = 0, part = 0;
+  std::int64_t raw = -1;
+  TileInput<Rows, Width> input;
+  LaneVectors<Width> vectors;  // as it travels
+  uint4 scales;
+
+  // The whole warp. Nothing that is loaded is waited for.
+  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, int task) {
+    token = task / params.num_row_tasks;
+    part = task - token * params.num_row_tasks;
+    raw = raw_id(params.args.ids, token, lane_id());
+    if (part < params.num_parts) input.load(params, token, LaneTile<Width>(params.args.row_bytes, part));
   }
-#pragma unroll
-  for (int i = 0; i < TokenIds::kPerLane; ++i) {
-    const int k = lane_id() + 32 * i;
-    bool repeated = (__match_any_sync(0xffffffffu, ids.id[i]) & ((1u << lane_id()) - 1)) != 0;
-    if (topk > 32 && i > 0) {
-#pragma unroll 1
-      for (int earlier = 0; earlier < 32; ++earlier)
-        repeated = __shfl_sync(0xffffffffu, ids.id[0], earlier) == ids.id[i] || repeated;
+  __device__ __forceinline__ void finish(const LowLatencyDispatchParams& params) {
+    if (part < params.num_parts) input.finish(params, &vectors, &scales);
+  }
+
+  // S3. To every rank of the token's experts; in one launch not to this rank itself.
+  __device__ __forceinline__ void send(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
+                                       TileBuffer* buffer) const {
+    std::uint64_t ranks = ranks_of<Width::kPlain>(run, params.args.ids, token, checked_id(raw, run.call.num_experts),
+                                                  params.expert_ranks);
+    if (run.is_whole()) ranks &= ~(std::uint64_t{1} << run.rank());
+    if (ranks == 0) return;
+    const layout::LowLatencyDispatchSlot& slot = params.slot;
+    if constexpr (!kCasts<Rows>) {
+      if (part >= params.num_parts)
+        return send_scale_tile(run, params, token, part - params.num_parts, ranks, *buffer);
     }
-    repeated = repeated && ids.id[i] >= 0;
-    const std::uint32_t word = ids.id[i] >= 0 ? static_cast<std::uint32_t>(ids.id[i]) : layout::kNoExpert;
-    encoded[k] = static_cast<std::uint16_t>(repeated ? word | layout::kRepeatedExpert : word);
+    const LaneTile<Width> tile(params.args.row_bytes, part);
+    const LaneUnits<Width> units = to_units(vectors, run.tag);
+    for_each_rank(ranks, [&](int dst) {
+      char* row = slot.row(run.slot_of(dst), run.rank(), token);
+      tile.store_units(row, units);
+      if constexpr (kCasts<Rows>) {
+        if (tile.has_scale_unit())
+          ptx::st_relaxed_sys_16(row + scale_unit_offset(slot, tile), make_uint4(scales.x, scales.y, scales.z, run.tag));
+      }
+    });
   }
-  __syncwarp();
+};
+
+__device__ __forceinline__ std::uint32_t encoded(std::int32_t id, bool repeated) {
+  if (id < 0) return layout::kNoExpert;
+  return static_cast<std::uint32_t>(id) | (repeated ? layout::kRepeatedExpert : 0u);
+}
+
+// S2. Ids of tokens, 32 / width of them from `first` on, to every rank, and their weights to the ranks of their
+// experts. At most 32 entries a token. The whole warp.
+class WordSender {
+ public:
+  __device__ WordSender(const LowLatencyDispatchParams& params)
+      : args_(params.args),
+        params_(params),
+        width_(params.args.ids.topk <= 8    ? 8
+               : params.args.ids.topk <= 16 ? 16
+                                            : 32),
+        k_(lane_id() & (width_ - 1)) {}
+  __device__ int tokens_at_a_time() const { return 32 / width_; }
+
+  __device__ __forceinline__ void load(int group) {
+    token_ = group * tokens_at_a_time() + lane_id() / width_;
+    has_entry_ = token_ < args_.num_tokens && k_ < args_.ids.topk;
+    raw_ = -1, weight_ = 0;
+    if (!has_entry_) return;
+    raw_ = raw_id(args_.ids, token_, k_);
+    if (args_.with_weights) weight_ = args_.topk_weights[token_ * args_.weight_stride + k_];
+  }
+
+  __device__ __forceinline__ void send(const LowLatencyRun& run) const {
+    const layout::LowLatencyDispatchSlot& slot = params_.slot;
+    const int topk = args_.ids.topk;
+    const std::int32_t id = checked_id(raw_, run.call.num_experts);
+    // Entries alike among those of one token.
+    const std::uint32_t alike =
+        __match_any_sync(0xffffffffu, id < 0 ? lane_id() - 64 : lane_id() / width_ * (layout::kMaxExperts + 1) + id);
+    const bool repeated = (alike & ((1u << lane_id()) - 1)) != 0;
+    float weight = __fadd_rn(0.0f, weight_);
+    if (__any_sync(0xffffffffu, repeated)) {
 #pragma unroll 1
-  for (int i = lane_id(); i < num_units * run.num_ranks(); i += 32) {
-    const int dst = i / num_units, first = i % num_units * layout::kIdsPerUnit;
+      for (int k = 0; k < width_; ++k) {
+        const float other = __shfl_sync(0xffffffffu, weight_, k, width_);
+        const int lane = lane_id() - k_ + k;
+        if (lane > lane_id() && (alike >> lane & 1) != 0) weight = __fadd_rn(weight, other);
+      }
+    }
+    const std::uint32_t mine = encoded(id, repeated);
+    const std::uint32_t pair = mine | __shfl_down_sync(0xffffffffu, mine, 1) << 16;
+    constexpr std::uint32_t kNone = layout::kNoExpert | layout::kNoExpert << 16;
+    const std::uint32_t second = __shfl_down_sync(0xffffffffu, pair, 2), third = __shfl_down_sync(0xffffffffu, pair, 4);
+    const auto in_row = [&](int k, std::uint32_t value, std::uint32_t none) { return k < width_ ? value : none; };
+    if (has_entry_ && k_ % layout::kIdsPerUnit == 0) {
+      const uint4 unit = make_uint4(pair, in_row(k_ + 2, second, kNone), in_row(k_ + 4, third, kNone), run.tag);
+#pragma unroll 1
+      for (int dst = 0; dst < run.num_ranks(); ++dst)
+        if (run.is_live(dst))
+          ptx::st_relaxed_sys_16(
+              slot.ids(run.slot_of(dst), run.rank(), token_) + k_ / layout::kIdsPerUnit * layout::kUnitBytes, unit);
+    }
+    if (slot.num_weight_units == 0) return;
+    std::uint64_t ranks = 0;
+    if (id >= 0) ranks = std::uint64_t{1} << params_.expert_ranks.rank_of(static_cast<std::uint32_t>(id));
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+      if (step < width_) ranks |= __shfl_xor_sync(0xffffffffu, ranks, step);
+    ranks &= run.call.live_ranks;
+    // In one launch this rank's own weights are where they are wanted.
+    if (run.is_whole()) {
+      if (has_entry_) args_.recv_weights[(run.rank() * run.call.max_tokens + token_) * topk + k_] = weight;
+      ranks &= ~(std::uint64_t{1} << run.rank());
+    }
+    const std::uint32_t bits = __float_as_uint(weight);
+    const std::uint32_t next = __shfl_down_sync(0xffffffffu, bits, 1), last = __shfl_down_sync(0xffffffffu, bits, 2);
+    if (!has_entry_ || k_ % layout::kFloatsPerUnit != 0) return;
+    const uint4 unit = make_uint4(bits, in_row(k_ + 1, next, 0), in_row(k_ + 2, last, 0), run.tag);
+    for_each_rank(ranks, [&](int dst) {
+      ptx::st_relaxed_sys_16(slot.row(run.slot_of(dst), run.rank(), token_) + slot.weights_offset +
+                                 k_ / layout::kFloatsPerUnit * layout::kUnitBytes,
+                             unit);
+    });
+  }
+
+ private:
+  const LowLatencyDispatchArgs& args_;
+  const LowLatencyDispatchParams& params_;
+  const int width_, k_;
+  int token_ = 0;
+  bool has_entry_ = false;
+  std::int64_t raw_ = -1;
+  float weight_ = 0;
+};
+
+// S2 for more than 32 entries a token, by way of shared memory.
+struct ManyEntries {
+  std::uint16_t ids[layout::kMaxTopk + layout::kIdsPerUnit];
+  float weights[layout::kMaxTopk + layout::kFloatsPerUnit];
+};
+static __device__ __noinline__ void send_many_words(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
+                                                    std::int64_t token, ManyEntries& entries) {
+  const LowLatencyDispatchArgs& args = params.args;
+  const layout::LowLatencyDispatchSlot& slot = params.slot;
+  const int topk = args.ids.topk;
+  std::int32_t id = -1;
+#pragma unroll 1
+  for (int half = 1; half >= 0; --half) {
+    const int k = entry_of_lane(half);
+    id = checked_id(raw_id(args.ids, token, k), run.call.num_experts);
+    entries.ids[k] = static_cast<std::uint16_t>(encoded(id, is_repeated(args.ids, token, half, id)));
+    entries.weights[k] = 0;
+    if (args.with_weights)
+      entries.weights[k] = merged_weight(args.ids, token, half, id, args.topk_weights + token * args.weight_stride);
+  }
+  if (lane_id() < layout::kIdsPerUnit) entries.ids[layout::kMaxTopk + lane_id()] = layout::kNoExpert;
+  if (lane_id() < layout::kFloatsPerUnit) entries.weights[layout::kMaxTopk + lane_id()] = 0;
+  __syncwarp();
+  if (lane_id() < slot.num_id_units) {
     std::uint32_t words[3];
 #pragma unroll
     for (int w = 0; w < 3; ++w) {
-      const int k = first + 2 * w;
-      words[w] = (k < topk ? std::uint32_t{encoded[k]} : layout::kNoExpert) |
-                 (k + 1 < topk ? std::uint32_t{encoded[k + 1]} : layout::kNoExpert) << 16;
+      const int k = layout::kIdsPerUnit * lane_id() + 2 * w;
+      words[w] = entries.ids[k] | static_cast<std::uint32_t>(entries.ids[k + 1]) << 16;
     }
-    ptx::st_relaxed_sys_16(params.slot.ids(run.slot_of(dst), run.rank(), token) + i % num_units * layout::kUnitBytes,
-                           make_uint4(words[0], words[1], words[2], run.tag));
+#pragma unroll 1
+    for (int dst = 0; dst < run.num_ranks(); ++dst)
+      if (run.is_live(dst))
+        ptx::st_relaxed_sys_16(slot.ids(run.slot_of(dst), run.rank(), token) + lane_id() * layout::kUnitBytes,
+                               make_uint4(words[0], words[1], words[2], run.tag));
   }
   __syncwarp();
-  if (params.slot.num_weight_units == 0) return;
-  auto* weights = reinterpret_cast<std::uint32_t*>(buffer.bytes);
-#pragma unroll
-  for (int i = 0; i < TokenIds::kPerLane; ++i) weights[lane_id() + 32 * i] = weight[i];
-  if (lane_id() < layout::kFloatsPerUnit) weights[32 * TokenIds::kPerLane + lane_id()] = 0;
-  __syncwarp();
-  if (lane_id() < params.slot.num_weight_units) {
-    const std::uint32_t* words = weights + layout::kFloatsPerUnit * lane_id();
-    const uint4 unit = make_uint4(words[0], words[1], words[2], run.tag);
+  std::uint64_t ranks = ranks_of<false>(run, args.ids, token, id, params.expert_ranks);
+  if (run.is_whole()) ranks &= ~(std::uint64_t{1} << run.rank());
+  if (lane_id() < slot.num_weight_units) {
+    const float* at = entries.weights + layout::kFloatsPerUnit * lane_id();
+    const uint4 unit =
+        make_uint4(__float_as_uint(at[0]), __float_as_uint(at[1]), __float_as_uint(at[2]), run.tag);
     for_each_rank(ranks, [&](int dst) {
-      ptx::st_relaxed_sys_16(params.slot.row(run.slot_of(dst), run.rank(), token) + params.slot.weights_offset +
+      ptx::st_relaxed_sys_16(slot.row(run.slot_of(dst), run.rank(), token) + slot.weights_offset +
                                  lane_id() * layout::kUnitBytes,
                              unit);
     });
   }
+  if (run.is_whole() && args.with_weights)
+    for (int k = lane_id(); k < topk; k += 32)
+      args.recv_weights[(run.rank() * run.call.max_tokens + token) * topk + k] = entries.weights[k];
   __syncwarp();
-}
-
-// The first half: this block's tasks. False: leave.
-template <class Rows, class Width>
-__device__ __forceinline__ bool send_rows(LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                                          TileBuffer& buffer) {
-  const LowLatencyDispatchArgs& args = params.args;
-  const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
-  const int warps = static_cast<int>(blockDim.x / 32), warp = static_cast<int>(threadIdx.x / 32);
-  const int total = static_cast<int>(args.num_tokens) * params.num_row_tasks, num_parts = params.num_parts;
-  bool ok = true;
-#pragma unroll 1
-  for (int i = static_cast<int>(blockIdx.x) * warps + warp; ok && i < total; i += run.num_carriers() * warps) {
-    const std::int64_t token = i / params.num_row_tasks;
-    const int task = i % params.num_row_tasks;
-    const RawIds raw(args.ids, token);
-    const auto ranks_of = [&](const TokenIds& ids) {
-      const std::uint64_t ranks = ids.ranks(experts);
-      return run.is_whole() ? ranks & ~(std::uint64_t{1} << run.rank()) : ranks;
-    };
-    if (task < num_parts) {
-      const LaneTile<Width> tile(args.row_bytes, task);
-      TileInput<Rows, Width> input(params, token, tile);
-      uint4 scales = make_uint4(0, 0, 0, 0);
-      const LaneVectors<Width> vectors = input.finish(params, &scales);
-      const std::uint64_t ranks = ranks_of(TokenIds(raw, run.call.num_experts));
-      ok = await_slot(run);
-      if (ok) send_tile(run, params, token, tile, vectors, scales, ranks);
-    } else {
-      const TokenIds ids(raw, run.call.num_experts);
-      const std::uint64_t ranks = ranks_of(ids);
-      ok = await_slot(run);
-      if (!ok) break;
-      if (task < num_parts + params.slot.num_scale_tiles)
-        send_scale_tile(run, params, token, task - num_parts, ranks, buffer);
-      else
-        send_words(run, params, token, ids, ranks, buffer);
-    }
-  }
-  return ok;
 }
 
 }  // namespace deep_moe::kernels

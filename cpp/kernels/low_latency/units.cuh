@@ -13,16 +13,22 @@ __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x %
 
 // How a warp covers a tile. Wide: a lane has all its vectors and units, which takes the fewest instructions in all.
 // Narrow: four lanes stand for one, lane q of a quad for its vector q and its unit q, and the warp covers a quarter of
-// the tile, which takes the fewest instructions a warp. The bytes that travel are the same.
+// the tile, which takes the fewest instructions a warp. The bytes that travel are the same. Both are for what is common;
+// General, wide too, is for all calls.
 struct Wide {
   static constexpr int kVectors = layout::kLaneVectors, kUnits = layout::kLaneUnits;
   static constexpr int kParts = 1;      // of a tile
   static constexpr int kNeighbour = 1;  // lanes between those with the same vector of neighbours
+  static constexpr bool kPlain = true;  // at most 32 entries a token, 16-byte addresses, the bit table in one piece
+};
+struct General : Wide {
+  static constexpr bool kPlain = false;
 };
 struct Narrow {
   static constexpr int kVectors = 1, kUnits = 1;
   static constexpr int kParts = 4;
   static constexpr int kNeighbour = 4;
+  static constexpr bool kPlain = true;
 };
 
 // A tile's bytes in a lane, as vectors and as payload of units.
@@ -35,18 +41,21 @@ struct LaneUnits {
   uint4 u[Width::kUnits];
 };
 
-__device__ __forceinline__ LaneUnits<Wide> to_units(const LaneVectors<Wide>& in, std::uint32_t tag) {
+template <class Width>
+__device__ __forceinline__ LaneUnits<Width> to_units(const LaneVectors<Width>& in, std::uint32_t tag) {
   return {{make_uint4(in.v[0].x, in.v[0].y, in.v[0].z, tag), make_uint4(in.v[0].w, in.v[1].x, in.v[1].y, tag),
            make_uint4(in.v[1].z, in.v[1].w, in.v[2].x, tag), make_uint4(in.v[2].y, in.v[2].z, in.v[2].w, tag)}};
 }
-__device__ __forceinline__ LaneVectors<Wide> to_vectors(const LaneUnits<Wide>& in) {
+template <class Width>
+__device__ __forceinline__ LaneVectors<Width> to_vectors(const LaneUnits<Width>& in) {
   return {{make_uint4(in.u[0].x, in.u[0].y, in.u[0].z, in.u[1].x),
            make_uint4(in.u[1].y, in.u[1].z, in.u[2].x, in.u[2].y),
            make_uint4(in.u[2].z, in.u[3].x, in.u[3].y, in.u[3].z)}};
 }
 
 // The whole warp. Unit q has words 3 q to 3 q + 2 of the quad's twelve: from vector 3 q / 4 and the next.
-__device__ __forceinline__ LaneUnits<Narrow> to_units(const LaneVectors<Narrow>& in, std::uint32_t tag) {
+template <>
+__device__ __forceinline__ LaneUnits<Narrow> to_units<Narrow>(const LaneVectors<Narrow>& in, std::uint32_t tag) {
   const int q = lane_id() % 4, quad = lane_id() - q, first = quad + 3 * q / 4, second = quad + (3 * q + 2) / 4;
   const uint4 mine = in.v[0];
   const auto from = [](std::uint32_t word, int lane) { return __shfl_sync(0xffffffffu, word, lane); };
@@ -67,7 +76,8 @@ __device__ __forceinline__ LaneUnits<Narrow> to_units(const LaneVectors<Narrow>&
                       tag)}};
 }
 // Vector q has words 4 q to 4 q + 3: from unit q and the next.
-__device__ __forceinline__ LaneVectors<Narrow> to_vectors(const LaneUnits<Narrow>& in) {
+template <>
+__device__ __forceinline__ LaneVectors<Narrow> to_vectors<Narrow>(const LaneUnits<Narrow>& in) {
   const int q = lane_id() % 4, next = lane_id() - q + min(q + 1, 3);
   const uint4 a = in.u[0];
   const auto from = [&](std::uint32_t word) { return __shfl_sync(0xffffffffu, word, next); };
@@ -136,7 +146,7 @@ __device__ __forceinline__ bool await_unit(const WaitScope& scope, layout::WaitP
   const std::uint32_t tag = static_cast<std::uint32_t>(scope.epoch);
   if (unit->w == tag) return true;
   std::uint64_t seen;
-  return wait_until(
+  return wait_in_line(
       scope, phase, peer, tag,
       [&] {
         *unit = ptx::ld_relaxed_sys_16(address);
@@ -161,7 +171,7 @@ __device__ __forceinline__ bool await_units(const WaitScope& scope, layout::Wait
     return std::uint64_t{bits};
   };
   std::uint64_t seen = different();
-  const bool ok = seen == 0 || wait_until(
+  const bool ok = seen == 0 || wait_in_line(
                                    scope, phase, peer, tag,
                                    [&] {
                                      tile.load_units(row, units);

@@ -57,13 +57,30 @@ __device__ __forceinline__ void store_16(void* address, const uint4& bits, int a
   }
 }
 
-// The same where the address is hardly ever aligned to less than 16 bytes: code that is seldom run stays out of the
-// way.
-static __device__ __noinline__ uint4 load_16_unaligned(const void* address, int alignment) {
-  return load_16(address, alignment);
+// 16 bytes at any address, without a function call. Reads the aligned 16 bytes in which they begin and those in which
+// they end.
+__device__ __forceinline__ uint4 load_16_anywhere(const char* address) {
+  const std::uint64_t at = reinterpret_cast<std::uint64_t>(address);
+  const int shift = static_cast<int>(at % 16);
+  const uint4 low = ptx::ld_weak_16(reinterpret_cast<const void*>(at - at % 16));
+  const uint4 high = ptx::ld_weak_16(reinterpret_cast<const void*>((at + 15) / 16 * 16));
+  std::uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < 6; ++i)
+    if ((shift & 8) != 0) words[i] = words[i + 2];
+#pragma unroll
+  for (int i = 0; i < 5; ++i)
+    if ((shift & 4) != 0) words[i] = words[i + 1];
+  const auto cut = [&](int i) { return __funnelshift_r(words[i], words[i + 1], 8 * (shift % 4)); };
+  return make_uint4(cut(0), cut(1), cut(2), cut(3));
 }
-static __device__ __noinline__ void store_16_unaligned(void* address, uint4 bits, int alignment) {
-  store_16(address, bits, alignment);
+
+// The same to an address that 2 divides.
+__device__ __forceinline__ void store_16_by_halves(char* address, const uint4& bits) {
+  const std::uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    reinterpret_cast<std::uint16_t*>(address)[i] = static_cast<std::uint16_t>(words[i / 2] >> 16 * (i % 2));
 }
 
 // An item of 1, 2, 4 or 8 bytes at an address that its size divides.

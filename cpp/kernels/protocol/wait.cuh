@@ -9,11 +9,22 @@
 
 namespace deep_moe::kernels {
 
+// In shared memory: the first wait of a block that has failed, to be reported when the block leaves.
+struct WaitFailure {
+  std::uint32_t claimed;  // 0 at the start of the launch
+  std::uint32_t thread;   // whose wait it was
+  layout::KernelErrorKind kind;
+  layout::WaitPhase phase;
+  int peer;
+  std::uint64_t expected, seen;
+};
+
 // Who waits: the same for every wait of a launch.
 struct WaitScope {
   const DeviceDomain& domain;
   std::uint64_t epoch;
   const std::uint64_t* trouble = nullptr;  // low latency: holds the epoch once a peer is known to make another call
+  WaitFailure* failure = nullptr;          // for wait_in_line
 
   __device__ bool in_trouble() const { return trouble != nullptr && ptx::ld_relaxed_gpu(trouble) == epoch; }
   __device__ char* mine() const { return domain.workspaces[domain.rank]; }
@@ -86,6 +97,47 @@ __device__ __forceinline__ bool wait_until(const WaitScope& scope, layout::WaitP
     start = look_up_from_wait(scope.domain, scope.epoch, scope.trouble, phase, peer, expected, *value, start);
     if (start == kGiveUp) return false;
   }
+}
+
+// The same for waits amid many registers in use: it looks around in line, and leaves the report for report_failure, for
+// what is in use across a call of a function goes through memory.
+template <typename Load, typename Ready>
+__device__ __forceinline__ bool wait_in_line(const WaitScope& scope, layout::WaitPhase phase, int peer,
+                                             std::uint64_t expected, Load load, Ready ready, std::uint64_t* value) {
+  constexpr int kRoundsPerLook = 64;
+  std::uint64_t start = 0;
+  bool lost = false;
+#pragma unroll 1
+  for (int round = 1;; ++round) {
+    *value = load();
+    if (ready(*value)) return true;
+    if (lost) break;  // what the peer wrote last was there before the host knew that it is gone
+    if (round < kRoundsPerLook) continue;
+    round = 0;
+    if (ptx::ld_relaxed_gpu(&scope.state().failed) != 0 || scope.in_trouble()) return false;
+    lost = (ptx::ld_relaxed_gpu(&scope.state().lost_peers) >> peer & 1) != 0;
+    const std::uint64_t now = ptx::globaltimer_ns();
+    if (start == 0) start = now;
+    if (now - start > scope.domain.timeout_ns) break;
+  }
+  ptx::st_relaxed_gpu(&scope.state().failed, 1u);
+  if (atomicExch(&scope.failure->claimed, 1u) == 0) {
+    scope.failure->thread = threadIdx.x;
+    scope.failure->kind = lost ? layout::KernelErrorKind::kPeerLost : layout::KernelErrorKind::kTimeout;
+    scope.failure->phase = phase;
+    scope.failure->peer = peer;
+    scope.failure->expected = expected;
+    scope.failure->seen = *value;
+  }
+  return false;
+}
+
+// Every thread that has waited in line and leaves for a wait that has failed.
+static __device__ __noinline__ void report_failure(const DeviceDomain& domain, std::uint64_t epoch,
+                                                   const WaitFailure& failure) {
+  if (failure.claimed == 0 || failure.thread != threadIdx.x) return;
+  report_error(WaitScope{domain, epoch}, failure.kind, failure.phase, failure.peer, failure.expected, failure.seen,
+               [](layout::ErrorRecord&) {});
 }
 
 // The common case: a word that is its own flag.
