@@ -59,7 +59,8 @@ struct CombineTuning {
 };
 
 struct LowLatencyTuning {
-  static constexpr int kCarriers = 20;        // warps of a block that carry rows, at most ...
+  // Warps of a block that carry rows, at most: a block takes half an SM ...
+  static constexpr int kDispatchCarriers = 10, kCombineCarriers = 11;
   static constexpr int kFewestCarriers = 4;   // ... and where there is little to do
   static constexpr int kDispatchOthers = 2;   // warps beside them: ids, weights and counts; what is told to peers
   static constexpr int kCombineOthers = 1;
@@ -67,7 +68,7 @@ struct LowLatencyTuning {
   static constexpr int kNarrowDispatch = 20;  // most warps of a block with which narrow tasks are quicker
   static constexpr int kNarrowCombine = 10;
   static constexpr int kIdUnitsInFlight = 2;  // of a thread
-  static constexpr int kVectorsInFlight = 6;  // at least, of a lane that sums rows
+  static constexpr int kRowsInFlight = 4;     // of a warp that sums
   static constexpr int kRowsAwaited = 2;      // the same, of rows that peers send
 };
 

@@ -18,11 +18,45 @@ extern __device__ long long dm_stamps[2][64][24][16];
 #endif
 namespace deep_moe::kernels {
 
+// Addresses of this rank that every warp needs at once, made by the host.
+struct LowLatencyHot {
+  const std::uint64_t* epoch = nullptr;  // of the call, or the one before it
+  layout::NotifyState* notify = nullptr;
+  layout::LowLatencyState* state = nullptr;
+  char* staging = nullptr;  // this rank's
+
+  LowLatencyHot() = default;
+  LowLatencyHot(const DeviceDomain& domain, const LowLatencyCall& call)
+      : notify(&domain.words.state(domain.workspaces[domain.rank])),
+        state(reinterpret_cast<layout::LowLatencyState*>(
+            domain.words.low_latency_state(domain.workspaces[domain.rank]))),
+        staging(call.staging.bases[domain.rank]) {
+    epoch = call.half == LowLatencyHalf::kReceive ? call.epoch : &notify->epoch;
+  }
+};
+
+// Divides numbers below 2^31 by one that the host knows.
+struct Divisor {
+  std::uint32_t value = 1, factor = 0x80000001u;
+  int shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(std::uint32_t divisor) : value(divisor) {
+    while (1ull << (shift - 31) < divisor) ++shift;
+    factor = static_cast<std::uint32_t>((1ull << shift) / divisor + 1);
+  }
+  __device__ __forceinline__ std::uint32_t divide(std::uint32_t number, std::uint32_t* rest) const {
+    const auto quotient = static_cast<std::uint32_t>(static_cast<std::uint64_t>(number) * factor >> shift);
+    *rest = number - quotient * value;
+    return quotient;
+  }
+};
+
 // The call as one thread sees it.
 struct LowLatencyRun {
   WaitScope scope;
   const LowLatencyCall& call;
-  layout::LowLatencyState& state;
+  const LowLatencyHot& hot;
   std::uint32_t tag;
   int slot;
   bool may_write;  // the slot of the peers
@@ -38,30 +72,36 @@ struct LowLatencyRun {
   __device__ char* slot_of(int rank) const {
     return call.staging.bases[rank] + static_cast<std::int64_t>(slot) * call.staging.slot_bytes;
   }
-  __device__ char* my_slot() const { return slot_of(rank()); }
+  __device__ char* my_slot() const { return hot.staging + static_cast<std::int64_t>(slot) * call.staging.slot_bytes; }
+  __device__ layout::LowLatencyState& state() const { return *hot.state; }
   __device__ std::uint64_t* consumed(int holder, int of_slot, int writer) const {
     return scope.domain.words.consumed(scope.domain.workspaces[holder], of_slot, writer);
   }
 };
 
-__device__ __forceinline__ layout::LowLatencyState& low_latency_state(const DeviceDomain& domain) {
-  return *reinterpret_cast<layout::LowLatencyState*>(domain.words.low_latency_state(domain.workspaces[domain.rank]));
+// Arguments of a launch are far away at first: each 64 bytes of them come as slowly as a load from L2, when they are
+// first touched. The warps of a block touch them ahead, each a part: all but addresses of ranks that there are not.
+__device__ __forceinline__ std::uint32_t touch(const void* first, const void* end) {
+  constexpr int kLine = 64;
+  const int lines = static_cast<int>((static_cast<const char*>(end) - static_cast<const char*>(first) + kLine - 1) / kLine);
+  std::uint32_t sum = 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x / 32); i < lines; i += static_cast<int>(blockDim.x / 32))
+    sum += *reinterpret_cast<const std::uint32_t*>(static_cast<const char*>(first) + i * kLine);
+  return sum;
 }
 
 // B1. Every thread, behind griddepcontrol_wait.
 __device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, const LowLatencyCall& call,
-                                                     WaitFailure* failure) {
-  layout::NotifyState& notify = domain.words.state(domain.workspaces[domain.rank]);
-  layout::LowLatencyState& state = low_latency_state(domain);
-  const bool is_second = call.half == LowLatencyHalf::kReceive;
-  const std::uint64_t word = ptx::ld_relaxed_gpu(is_second ? call.epoch : &notify.epoch);
-  const std::uint64_t ready = ptx::ld_relaxed_gpu(&state.ready_epoch);
-  const bool failed = ptx::ld_relaxed_gpu(&notify.failed) != 0;
-  const std::uint64_t epoch = is_second ? word : layout::epoch_of(word) + 1;
+                                                     const LowLatencyHot& hot, WaitFailure* failure) {
+  const std::uint64_t word = ptx::ld_relaxed_gpu(hot.epoch);
+  const std::uint64_t ready = ptx::ld_relaxed_gpu(&hot.state->ready_epoch);
+  const bool failed = ptx::ld_relaxed_gpu(&hot.notify->failed) != 0;
+  const std::uint64_t epoch = call.half == LowLatencyHalf::kReceive ? word : layout::epoch_of(word) + 1;
   const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);
-  return {{domain, epoch, &state.trouble[slot], failure},
+  return {{domain, epoch, &hot.state->trouble[slot], failure},
           call,
-          state,
+          hot,
           static_cast<std::uint32_t>(epoch),
           slot,
           ready == epoch,
@@ -70,10 +110,11 @@ __device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, 
 
 // S1. Nobody reads any more what the slot held before. Every warp, before its first unit goes to a peer.
 __device__ __forceinline__ bool await_slot(LowLatencyRun& run) {
-  if (run.may_write || run.failed) return !run.failed;
-  const std::uint64_t last = ptx::ld_relaxed_gpu(&run.state.sent_epoch[run.slot]);
+  if (run.may_write || run.failed) [[likely]]
+    return !run.failed;
+  const std::uint64_t last = ptx::ld_relaxed_gpu(&run.state().sent_epoch[run.slot]);
   bool ok = true;
-  if (last != ptx::ld_relaxed_gpu(&run.state.trouble[run.slot])) {
+  if (last != ptx::ld_relaxed_gpu(&run.state().trouble[run.slot])) {
 #pragma unroll 1
     for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
       if (peer == run.rank() || !run.is_live(peer)) continue;
@@ -107,7 +148,7 @@ class Arrival {
   __device__ __forceinline__ void finish(const LowLatencyRun& run, bool ok = true) const {
     if (!ok && !run.failed) report_failure(run.scope.domain, run.scope.epoch, *run.scope.failure);
     if (!made_ || (before_ >> layout::kArrivalShift) != gridDim.x - 1) return;
-    ptx::st_relaxed_gpu(&run.state.sent_epoch[run.slot], run.scope.epoch);
+    ptx::st_relaxed_gpu(&run.state().sent_epoch[run.slot], run.scope.epoch);
     ptx::atom_add_relaxed_gpu(&run.scope.state().epoch, 1 - kOne * gridDim.x);
   }
 
@@ -149,46 +190,53 @@ __device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer,
     return true;
   }
   if (watch && wait_for_announcement(run.scope, peer, run.call.hash) != layout::NotifyOutcome::kFailed)
-    ptx::st_relaxed_gpu(&run.state.trouble[run.slot], run.scope.epoch);
+    ptx::st_relaxed_gpu(&run.state().trouble[run.slot], run.scope.epoch);
   return false;
 }
 
-// H1. One warp of the grid: this rank's header, what it has read of earlier calls, and its announcement, to every peer;
-// whether the next call may write its slot; this call's marks for later launches. False: leave.
-static __device__ __noinline__ bool tell_peers(LowLatencyRun& run, std::int64_t num_tokens) {
+// H1. One warp of the grid: this rank's header to every peer.
+__device__ __forceinline__ void send_header(const LowLatencyRun& run, std::int64_t num_tokens) {
+  const uint4 header =
+      make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(run.call.hash),
+                 static_cast<std::uint32_t>(run.call.hash >> 32), run.tag);
+#pragma unroll 1
+  for (int peer = lane_id(); peer < run.num_ranks(); peer += 32)
+    if (run.is_live(peer)) ptx::st_relaxed_sys_16(run.slot_of(peer) + run.rank() * layout::kUnitBytes, header);
+}
+
+// H2. One warp of the grid: what this rank has read of earlier calls and its announcement, to every peer; whether the
+// next call may write its slot; this call's marks for later launches.
+__device__ __forceinline__ void tell_peers(const LowLatencyRun& run, std::int64_t num_tokens) {
   const LowLatencyCall& call = run.call;
+  const layout::LowLatencyState& state = run.state();
   const int next = static_cast<int>((run.scope.epoch + 1) % layout::kLowLatencySlots);
+  const std::uint64_t sent = ptx::ld_relaxed_gpu(&state.sent_epoch[next]);
+  const std::uint64_t trouble = ptx::ld_relaxed_gpu(&state.trouble[next]);
+  std::uint64_t done[layout::kLowLatencySlots];
+#pragma unroll
+  for (int i = 0; i < layout::kLowLatencySlots; ++i) done[i] = ptx::ld_relaxed_gpu(&state.done_epoch[i]);
   bool ready = true;
-  if (run.sends() && !await_slot(run)) return false;
 #pragma unroll 1
   for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
     if (!run.is_live(peer)) continue;
-    if (run.sends()) {
-      const uint4 header = make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(call.hash),
-                                      static_cast<std::uint32_t>(call.hash >> 32), run.tag);
-      ptx::st_relaxed_sys_16(run.slot_of(peer) + run.rank() * layout::kUnitBytes, header);
-      const std::uint64_t sent = ptx::ld_relaxed_gpu(&run.state.sent_epoch[next]);
-      ready = ready && (sent == ptx::ld_relaxed_gpu(&run.state.trouble[next]) || peer == run.rank() ||
-                        ptx::ld_acquire_sys(run.consumed(run.rank(), next, peer)) >= sent);
-    }
-    std::uint64_t done[layout::kLowLatencySlots];
-#pragma unroll
-    for (int i = 0; i < layout::kLowLatencySlots; ++i) done[i] = ptx::ld_relaxed_gpu(&run.state.done_epoch[i]);
-    layout::Announce* record = nullptr;
+    const std::uint64_t read = ptx::ld_relaxed_sys(run.consumed(run.rank(), next, peer));
     if (run.sends())
-      record =
-          &fill_announcement(run.scope, peer, call.signature, call.hash, num_tokens, layout::Place{}, layout::Place{});
+      fill_announcement(run.scope, peer, call.signature, call.hash, num_tokens, layout::Place{}, layout::Place{});
     ptx::fence_acq_rel_sys();
 #pragma unroll
     for (int i = 0; i < layout::kLowLatencySlots; ++i) ptx::st_relaxed_sys(run.consumed(peer, i, run.rank()), done[i]);
-    if (run.sends()) ptx::st_relaxed_sys(&record->epoch, run.scope.epoch);
+    if (!run.sends()) continue;
+    ptx::st_relaxed_sys(&run.scope.domain.words.announce(run.scope.domain.workspaces[peer], run.scope.epoch, run.rank())
+                             .epoch,
+                        run.scope.epoch);
+    ready = ready && (sent == trouble || peer == run.rank() || read >= sent);
   }
   ready = __all_sync(0xffffffffu, ready);
-  if (lane_id() != 0) return true;
-  if (run.sends() && ready) ptx::st_relaxed_gpu(&run.state.ready_epoch, run.scope.epoch + 1);
-  if (run.receives()) ptx::st_relaxed_gpu(&run.state.done_epoch[run.slot], run.scope.epoch);
+  if (lane_id() != 0) return;
+  layout::LowLatencyState& marks = run.state();
+  if (run.sends() && ready) ptx::st_relaxed_gpu(&marks.ready_epoch, run.scope.epoch + 1);
+  if (run.receives()) ptx::st_relaxed_gpu(&marks.done_epoch[run.slot], run.scope.epoch);
   if (call.half == LowLatencyHalf::kSend) ptx::st_relaxed_gpu(call.epoch, run.scope.epoch);
-  return true;
 }
 
 // K1. The same warp waits for the headers of all peers, which tells how long each kept this rank waiting, and calls

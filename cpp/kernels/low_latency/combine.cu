@@ -9,21 +9,23 @@
 namespace deep_moe::kernels {
 namespace {
 
-constexpr int kMostThreads = 32 * (LowLatencyTuning::kCarriers + LowLatencyTuning::kCombineOthers);
+constexpr int kMostBuffers = static_cast<int>(sizeof(RowBuffer)) * LowLatencyTuning::kCombineCarriers;
+constexpr int kMostThreads = 32 * (LowLatencyTuning::kCombineCarriers + LowLatencyTuning::kCombineOthers);
 
 // Tasks of a holder: parts of tokens of all owners, in one launch but for this rank.
 struct HeldTasks {
-  int num_parts, num_ranks, owners, without;
-  __device__ HeldTasks(const LowLatencyCombineParams& params, const DeviceDomain& domain)
-      : num_parts(params.num_parts),
-        num_ranks(domain.num_ranks),
+  const LowLatencyCombineParams& params;
+  int owners, without;
+  __device__ HeldTasks(const LowLatencyCombineParams& params_, const DeviceDomain& domain)
+      : params(params_),
         owners(domain.num_ranks - (params.args.call.half == LowLatencyHalf::kBoth ? 1 : 0)),
-        without(owners < num_ranks ? domain.rank : num_ranks) {}
+        without(owners < domain.num_ranks ? domain.rank : domain.num_ranks) {}
   __device__ __forceinline__ void find(int task, int* owner, int* token, int* part) const {
-    const int item = task / num_parts;
-    *part = task - item * num_parts;
-    *token = owners > 0 ? item / owners : INT32_MAX;
-    *owner = item - *token * owners;
+    std::uint32_t rest;
+    const std::uint32_t item = params.by_parts.divide(static_cast<std::uint32_t>(task), &rest);
+    *part = static_cast<int>(rest);
+    *token = owners > 0 ? static_cast<int>(params.by_owners.divide(item, &rest)) : INT32_MAX;
+    *owner = static_cast<int>(rest);
     if (*owner >= without) ++*owner;
   }
 };
@@ -36,8 +38,9 @@ struct CombineShared {
 // A warp that carries rows.
 template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyCombineParams& params,
-                                      int num_arrivals, CombineShared& shared) {
+                                      int num_arrivals, CombineShared& shared, RowBuffer* buffer) {
   const LowLatencyCombineArgs& args = params.args;
+  const int topk = args.ids.topk;
   const Carriers carriers(params.num_carriers);
   const HeldTasks tasks(params, domain);
   const bool sends = args.call.half != LowLatencyHalf::kReceive, receives = args.call.half != LowLatencyHalf::kSend;
@@ -48,45 +51,64 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   int owner = 0, token = 0, part = 0;
   OwnEntry own;  // or, as a holder, its row alone
   TokenCounts counts;
-  STAMP(1, 1);
-  ptx::griddepcontrol_wait();
-  STAMP(1, 2);
-  if (sends) counts.load(args, domain.num_ranks);
-  if (carriers.mine < guess) {
-    tasks.find(carriers.mine, &owner, &token, &part);
-    own.held.load(args, owner, token, 0);
-  } else if (first_own < num_own) {
-    own.load(args, domain.rank, first_own / params.num_parts, 0);
+  std::uint32_t rest;
+  int own_token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(first_own), &rest));
+  int own_part = static_cast<int>(rest);
+  tasks.find(carriers.mine, &owner, &token, &part);
+  const bool holds_first = carriers.mine < guess;
+  {
+    const std::int32_t* count = TokenCounts::address(args);
+    const HeldRow::Address first(args, holds_first ? owner : domain.rank, holds_first ? token : own_token);
+    STAMP(1, 1);
+    ptx::griddepcontrol_wait();
+    STAMP(1, 2);
+    if (sends) counts.load(args, count, domain.num_ranks);
+    if (holds_first)
+      own.held.load(first, topk, 0);
+    else if (first_own < num_own)
+      own.load(args, first, own_token, 0);
   }
-  LowLatencyRun run = begin_call(domain, args.call, &shared.failure);
+  LowLatencyRun run = begin_call(domain, args.call, params.hot, &shared.failure);
   if (params.early) ptx::griddepcontrol_launch_dependents();
-  bool is_own_loaded = carriers.mine >= guess;
+  bool is_own_loaded = !holds_first;
   bool ok = sends ? await_slot(run) : !run.failed;
   STAMP(1, 3);
   if (ok && sends) {
     const int most = counts.most();
     STAMP(1, 4);
+    bool is_loaded = holds_first;
 #pragma unroll 1
-    for (int task = carriers.mine; ok; task += carriers.count) {
-      const bool is_loaded = task == carriers.mine && task < guess;
+    for (int task = carriers.mine; ok && token < most;) {
+      // The next one's words are asked for before this one's rows are.
+      const int this_owner = owner, this_token = token, this_part = part;
+      const bool there = token < counts.of(owner);
+      if (there && !is_loaded) own.held.load(HeldRow::Address(args, owner, token), topk, 0);
+      const HeldRow held = own.held;
+      task += carriers.count;
       tasks.find(task, &owner, &token, &part);
-      if (token >= most) break;
-      if (token >= counts.of(owner)) continue;
-      if (!is_loaded) own.held.load(args, owner, token, 0);
-      is_own_loaded = false;
-      ok = send_held<T, Width, kByExpert>(run, params, own.held, owner, token, part);
+      is_loaded = token < most && token < counts.of(owner);
+      if (is_loaded) own.held.load(HeldRow::Address(args, owner, token), topk, 0);
+      if (is_loaded || there) is_own_loaded = false;
+      if (there) ok = send_held<T, Width, kByExpert>(run, params, buffer, held, this_owner, this_token, this_part);
     }
   }
   STAMP(1, 5);
   Arrival arrival(&shared.arrived, num_arrivals);
   arrival.make(run);
   STAMP(1, 6);
-  if (ok && receives) {
+  if (ok && receives && first_own < num_own) {
+    if (!is_own_loaded) own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
 #pragma unroll 1
-    for (int task = first_own; ok && task < num_own; task += carriers.count) {
-      token = task / params.num_parts;
-      if (task != first_own || !is_own_loaded) own.load(args, domain.rank, token, 0);
-      ok = receive_own<T, Width, kByExpert>(run, params, own, token, task - token * params.num_parts);
+    for (int task = first_own; ok && task < num_own;) {
+      const OwnEntry entry = own;
+      const int this_token = own_token, this_part = own_part;
+      task += carriers.count;
+      if (task < num_own) {
+        own_token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(task), &rest));
+        own_part = static_cast<int>(rest);
+        own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
+      }
+      ok = receive_own<T, Width, kByExpert>(run, params, buffer, entry, this_token, this_part);
     }
   }
   STAMP(1, 11);
@@ -98,27 +120,34 @@ template <bool kPlain>
 __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyCombineParams& params,
                                       int num_arrivals, CombineShared& shared) {
   ptx::griddepcontrol_wait();
-  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
   Arrival arrival(&shared.arrived, num_arrivals);
   bool ok = run.sends() ? await_slot(run) : !run.failed;
-  if (ok && run.sends()) send_weights<kPlain>(run, params);
-  if (ok && blockIdx.x == 0) ok = tell_peers(run, params.args.ids.num_tokens);
+  if (ok && run.sends()) {
+    if (blockIdx.x == 0) send_header(run, params.args.ids.num_tokens);
+    send_weights<kPlain>(run, params);
+  }
   arrival.make(run);
+  if (ok && blockIdx.x == 0) tell_peers(run, params.args.ids.num_tokens);
   if (ok && run.receives() && blockIdx.x == 0) ok = watch_peers(run, [](int, std::uint32_t) {});
   arrival.finish(run, ok);
 }
 
 template <typename T, class Width, bool kByExpert>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 2)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
+  extern __shared__ __align__(16) char shared_memory[];
+  RowBuffer* const buffers = reinterpret_cast<RowBuffer*>(shared_memory);
   __shared__ CombineShared shared;
   STAMP(1, 0);
   const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
   if (threadIdx.x == 0) shared.arrived = shared.failure.claimed = 0;
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
+  asm volatile("" ::"r"(touched));
   __syncthreads();
   if (warp < params.num_carriers)
-    carry<T, Width, kByExpert>(domain, params, num_arrivals, shared);
+    carry<T, Width, kByExpert>(domain, params, num_arrivals, shared, &buffers[warp]);
   else
     guard<Width::kPlain>(domain, params, num_arrivals, shared);
 }
@@ -161,6 +190,8 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   if (params.row_bytes % 16 != 0) throw ArgumentError("rows must be a multiple of 16 bytes");
   args.call.hash = layout::signature_hash(args.call.signature);
   params.args = args;
+  params.hot = LowLatencyHot(domain, args.call);
+  params.num_vectors = static_cast<int>(params.row_bytes / 16);
   params.slot = slot_of(domain.num_ranks, args);
   params.expert_ranks = ExpertRanks(layout::ExpertBlocks(args.call.num_experts, domain.num_ranks));
   const auto alignment = [](const void* base, std::int64_t strides) {
@@ -178,12 +209,15 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   const bool narrow = plain && is_narrow(args.call, items * params.num_parts, LowLatencyTuning::kNarrowCombine);
   if (!narrow) params.num_parts = params.slot.num_tiles;
   check_range("parts of a call", args.call.max_tokens * (domain.num_ranks + 1) * params.num_parts, 0, INT32_MAX);
-  const LowLatencyGrid grid(args.call, items * params.num_parts);
+  const LowLatencyGrid grid(args.call, items * params.num_parts, LowLatencyTuning::kCombineCarriers);
+  params.by_parts = Divisor(static_cast<std::uint32_t>(params.num_parts));
+  params.by_owners = Divisor(static_cast<std::uint32_t>(std::max(domain.num_ranks - (halves ? 0 : 1), 1)));
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kCombineOthers;
   const auto start = [&]<auto kKernel>() {
     params.early = args.call.early && fits_twice<kKernel>(warps);
-    launch(kKernel, grid.blocks, warps, 0, stream, true, "launch of low_latency_combine", domain, params);
+    launch(kKernel, grid.blocks, warps, narrow ? 0 : sizeof(RowBuffer) * static_cast<std::size_t>(grid.carriers),
+           stream, true, "launch of low_latency_combine", domain, params);
   };
   const auto choose = [&]<typename T, class Width>() {
     if (args.by_expert)
@@ -208,10 +242,10 @@ void prepare_low_latency_combine() {
       using T = decltype(number);
       load_kernel(combine_kernel<T, Narrow, false>, 0);
       load_kernel(combine_kernel<T, Narrow, true>, 0);
-      load_kernel(combine_kernel<T, Wide, false>, 0);
-      load_kernel(combine_kernel<T, Wide, true>, 0);
-      load_kernel(combine_kernel<T, General, false>, 0);
-      load_kernel(combine_kernel<T, General, true>, 0);
+      load_kernel(combine_kernel<T, Wide, false>, kMostBuffers);
+      load_kernel(combine_kernel<T, Wide, true>, kMostBuffers);
+      load_kernel(combine_kernel<T, General, false>, kMostBuffers);
+      load_kernel(combine_kernel<T, General, true>, kMostBuffers);
     });
 }
 

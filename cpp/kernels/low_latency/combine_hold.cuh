@@ -26,20 +26,20 @@ __device__ __forceinline__ bool await_weight(const LowLatencyRun& run, const Low
 // H3. A part of a token's row to its owner, if this rank holds any of its rows; `held` is the first half. False: leave.
 template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ bool send_held(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                          HeldRow& held, int owner, int token, int part) {
+                                          RowBuffer* buffer, HeldRow held, int owner, int token, int part) {
   const LowLatencyCombineArgs& args = params.args;
   const layout::LowLatencyCombineSlot& slot = params.slot;
-  const LaneTile<Width> tile(params.row_bytes, part);
+  const LaneTile<Width> tile(params.num_vectors, part);
   LaneSums<T, Width> sums;
   bool any = false;
 #pragma unroll 1
   for (int half = 0; half < num_halves<Width::kPlain>(args.ids.topk); ++half) {
-    if (half > 0) held.load(args, owner, token, half);
+    if (half > 0) held.load(HeldRow::Address(args, owner, token), args.ids.topk, half);
     const std::uint32_t entries = held.entries();
     if (entries == 0) continue;
     if constexpr (kByExpert) {
       // By expert a row is known to its owner by its first entry.
-      for_each_row(params, row_offset(params, held.position, run.num_ranks()), entries, tile,
+      for_each_row(params, buffer, row_offset(params, held.position, run.num_ranks()), entries, tile,
                    [&](int k, const LaneVectors<Width>& vectors) {
                      tile.store_units(slot.expert_row(run.slot_of(owner), token, half * kHalf + k),
                                       to_units(vectors, run.tag));
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool send_held(const LowLatencyRun& run, const LowLat
     } else {
       any = true;
       if (args.recv_weights == nullptr && !await_weight(run, params, owner, token, half, &held.weight)) return false;
-      add_held(params, held, entries, run.num_ranks(), tile, &sums);
+      add_held(params, buffer, held, entries, run.num_ranks(), tile, &sums);
     }
   }
   if (any) tile.store_units(slot.reduced_row(run.slot_of(owner), run.rank(), token), to_units(sums.rounded(), run.tag));

@@ -14,10 +14,12 @@ struct OwnEntry {
   std::int64_t id = -1;
   float weight = 0;  // by expert
 
-  __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, int rank, std::int64_t token, int half) {
+  __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, const HeldRow::Address& at,
+                                       std::int64_t token, int half) {
     const int topk = args.ids.topk, k = entry_of_lane(half);
+    id = -1, weight = 0;
     if (args.call.half == LowLatencyHalf::kBoth) {
-      held.load(args, rank, token, half);
+      held.load(at, topk, half);
       id = raw_id(args.ids, token, k);
     } else if (k < topk) {
       id = args.kept_ids[token * topk + k];
@@ -26,24 +28,22 @@ struct OwnEntry {
   }
 };
 
-// Tiles of rows that peers send, several asked for at a time: take(n, vectors) gets those of rows 0 to count - 1 in
-// order. Row n lies at address(n) and comes from holder(n); one that skip(n) is not waited for. False: leave.
-template <class Width, typename Address, typename Holder, typename Skip, typename Take>
-__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int count,
-                                           Address address, Holder holder, Skip skip, Take take) {
+// Tiles of rows that a peer sends, several asked for at a time: take(n, vectors) gets those of rows 0 to count - 1 in
+// order. Row n lies at address(n). False: leave.
+template <class Width, typename Address, typename Take>
+__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int holder,
+                                           int count, Address address, Take take) {
   constexpr int kBatch = Width::kVectors == 1 ? LowLatencyTuning::kRowsAwaited : 1;
 #pragma unroll 1
   for (int first = 0; first < count; first += kBatch) {
     LaneUnits<Width> units[kBatch];
 #pragma unroll
     for (int n = 0; n < kBatch; ++n)
-      if (first + n < count && !skip(first + n)) tile.load_units(address(first + n), &units[n]);
+      if (first + n < count) tile.load_units(address(first + n), &units[n]);
 #pragma unroll
     for (int n = 0; n < kBatch; ++n) {
       if (first + n >= count) break;
-      if (!skip(first + n) &&
-          !await_units(scope, layout::WaitPhase::kUnits, holder(first + n), address(first + n), tile, &units[n]))
-        return false;
+      if (!await_units(scope, layout::WaitPhase::kUnits, holder, address(first + n), tile, &units[n])) return false;
       take(first + n, to_vectors(units[n]));
     }
   }
@@ -60,67 +60,78 @@ __device__ __forceinline__ int bit_number(std::uint64_t bits, int n) {
 // O3. A part of a token's result; `own` is the first half. False: leave.
 template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                            OwnEntry& own, int token, int part) {
+                                            RowBuffer* buffer, OwnEntry own, int token, int part) {
   const LowLatencyCombineArgs& args = params.args;
   const layout::LowLatencyCombineSlot& slot = params.slot;
   const int topk = args.ids.topk, num_experts = run.call.num_experts;
   const bool is_whole = run.is_whole();
-  const LaneTile<Width> tile(params.row_bytes, part);
+  const LaneTile<Width> tile(params.num_vectors, part);
   char* const mine = run.my_slot();
   const TopkIds ids = is_whole ? args.ids : TopkIds{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
   const std::uint64_t ranks = ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
   STAMP(1, 7);
-  LaneSums<T, Width> sums;
+  LaneVectors<Width> result;
   if constexpr (kByExpert) {
+    LaneSums<T, Width> sums;
     // By rank, then by entry.
 #pragma unroll 1
     for (std::uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
       const int holder = __ffsll(static_cast<long long>(rest)) - 1;
 #pragma unroll 1
       for (int half = 0; half < num_halves<Width::kPlain>(topk); ++half) {
-        if (!Width::kPlain && topk > kHalf) own.load(args, run.rank(), token, half);
+        if (!Width::kPlain && topk > kHalf) own.load(args, HeldRow::Address(args, run.rank(), token), token, half);
         const std::int32_t id = checked_id(own.id, num_experts);
         const std::uint32_t entries = __ballot_sync(
             0xffffffffu, id >= 0 && params.expert_ranks.rank_of(static_cast<std::uint32_t>(id)) == holder);
         if (!take_tiles(
-                run.scope, tile, __popc(entries),
+                run.scope, tile, holder, __popc(entries),
                 [&](int n) { return slot.expert_row(mine, token, half * kHalf + bit_number(entries, n)); },
-                [&](int) { return holder; }, [](int) { return false; },
                 [&](int n, const LaneVectors<Width>& vectors) {
                   sums.add(__shfl_sync(0xffffffffu, own.weight, bit_number(entries, n)), vectors);
                 }))
           return false;
       }
     }
+    result = sums.rounded();
   } else {
+    // What the first peer sends is asked for ahead, if that takes few registers.
+    std::uint64_t peers = ranks;
+    if (is_whole) peers &= ~(std::uint64_t{1} << run.rank());
+    const int first_peer = Width::kVectors > 1 ? -1 : __ffsll(static_cast<long long>(peers)) - 1;
+    LaneUnits<Width> ahead = no_units<Width>(run.tag);
+    if (first_peer >= 0) tile.load_units(slot.reduced_row(mine, first_peer, token), &ahead);
     LaneVectors<Width> here{};
     if (is_whole && (ranks >> run.rank() & 1) != 0) {
       LaneSums<T, Width> held;
 #pragma unroll 1
       for (int half = 0; half < num_halves<Width::kPlain>(topk); ++half) {
-        if (half > 0) own.load(args, run.rank(), token, half);
+        if (half > 0) own.load(args, HeldRow::Address(args, run.rank(), token), token, half);
         const std::uint32_t entries = own.held.entries();
         if (entries == 0) continue;
         if (args.recv_weights == nullptr)
           own.held.weight = merged_weight(args.ids, token, half, checked_id(own.id, num_experts),
                                           args.topk_weights + token * args.weight_stride);
-        add_held(params, own.held, entries, run.num_ranks(), tile, &held);
+        add_held(params, buffer, own.held, entries, run.num_ranks(), tile, &held);
       }
       here = held.rounded();
     }
     STAMP(1, 8);
-    const auto is_mine = [&](int n) { return is_whole && bit_number(ranks, n) == run.rank(); };
-    if (!take_tiles(
-            run.scope, tile, __popcll(ranks),
-            [&](int n) { return slot.reduced_row(mine, bit_number(ranks, n), token); },
-            [&](int n) { return bit_number(ranks, n); }, is_mine, [&](int n, LaneVectors<Width> vectors) {
-              if (is_mine(n)) vectors = here;
-              sums.add(vectors);
-            }))
-      return false;
+    LaneSums<T, Width> sums;
+#pragma unroll 1
+    for (std::uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
+      const int holder = __ffsll(static_cast<long long>(rest)) - 1;
+      if (is_whole && holder == run.rank()) {
+        sums.add(here);
+        continue;
+      }
+      const char* row = slot.reduced_row(mine, holder, token);
+      if (holder != first_peer) tile.load_units(row, &ahead);
+      if (!await_units(run.scope, layout::WaitPhase::kUnits, holder, row, tile, &ahead)) return false;
+      sums.add(to_vectors(ahead));
+    }
+    STAMP(1, 9);
+    result = sums.rounded();
   }
-  STAMP(1, 9);
-  const LaneVectors<Width> result = sums.rounded();
   char* out = static_cast<char*>(args.out) + token * args.out_stride;
   if (Width::kPlain || params.out_alignment == 16) {
     tile.store_vectors(out, result);

@@ -13,11 +13,12 @@ __device__ long long dm_stamps[2][64][24][16];
 namespace deep_moe::kernels {
 namespace {
 
-constexpr int kMostThreads = 32 * (LowLatencyTuning::kCarriers + LowLatencyTuning::kDispatchOthers);
+constexpr int kMostThreads = 32 * (LowLatencyTuning::kDispatchCarriers + LowLatencyTuning::kDispatchOthers);
 
 // All carriers of the block and its writer.
 __device__ __forceinline__ void meet(const LowLatencyDispatchParams& params) {
-  ptx::bar_sync(1, 32 * (params.num_carriers + 1));
+  __syncwarp();
+  ptx::barrier_sync(1, 32 * (params.num_carriers + 1));
 }
 
 template <bool kPlain>
@@ -43,7 +44,9 @@ __device__ __forceinline__ bool fill_table(const Receiver<kPlain>& at, DispatchS
 #pragma unroll 1
   for (int i = 0;; ++i) {
     if (ok && gathers)
-      ok = gather_ids(at, first, end, static_cast<int>(threadIdx.x), 32 * params.num_carriers);
+      // From the last carrier on, which are the first ones that send nothing.
+      ok = gather_ids(at, first, end, 32 * params.num_carriers - 1 - static_cast<int>(threadIdx.x),
+                      32 * params.num_carriers);
     if (!ok) shared.failed[i] = 1;
     STAMP(0, 7);
     meet(params);
@@ -81,59 +84,41 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   ptx::griddepcontrol_wait();
   STAMP(0, 2);
   if (carriers.mine < num_sends) sent.load(params, carriers.mine);
-  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
   if (params.early) ptx::griddepcontrol_launch_dependents();
   bool ok = carriers.mine < num_sends ? await_slot(run) : !run.failed;
   STAMP(0, 3);
-  int last = -1;  // task that `sent` holds
 #pragma unroll 1
   for (int task = carriers.mine; ok && task < num_sends; task += carriers.count) {
     if (task != carriers.mine) sent.load(params, task);
-    sent.finish(params);
     STAMP(0, 4);
     sent.send(run, params, buffer);
-    last = task;
   }
   Arrival arrival(&shared.arrived, num_arrivals);
   STAMP(0, 5);
   arrival.make(run);
   if (!run.receives()) return arrival.finish(run, ok);
 
-  const int num_ranks = run.num_ranks(), sources = num_ranks - (run.is_whole() ? 1 : 0);
   auto at = receiver_of(run, params, table, shared);
   const int first_task = carriers.task_from(num_sends);
   ReceivedPart<Rows, Width> part;
   const auto set = [&](int task) {
-    const int item = task / params.num_row_tasks, token = item / max(sources, 1);
-    int src = item - token * sources;
-    if (sources < num_ranks && src >= run.rank()) ++src;
-    part.set(at, src, token, task - item * params.num_row_tasks);
+    std::uint32_t part_of_row, source;
+    const std::uint32_t item = params.by_row_tasks.divide(static_cast<std::uint32_t>(task), &part_of_row);
+    const int token = static_cast<int>(params.by_ranks.divide(item, &source));
+    part.set(at, static_cast<int>(source), token, static_cast<int>(part_of_row));
   };
-  if (sources > 0) {
-    set(first_task);
-    if (ok && part.token < params.args.num_tokens) part.load(at);
-  }
+  set(first_task);
+  if (ok && part.token < params.args.num_tokens) part.load(at);
   int round = 0;
   STAMP(0, 6);
   do {
     ok = fill_table(at, shared, true, ok);
     STAMP(0, 9);
     if (!ok) break;
-    STAMP(0, 9);
-    // This rank's own rows, those in registers first.
-    if (run.is_whole()) {
-#pragma unroll 1
-      for (int task = last; task >= 0; task -= carriers.count) {
-        if (task != last || round > 0) {
-          sent.load(params, task);
-          sent.finish(params);
-        }
-        if (at.in_chunk(run.rank(), sent.token)) keep_own_part(at, sent, buffer);
-      }
-    }
     STAMP(0, 10);
 #pragma unroll 1
-    for (int task = first_task; ok && sources > 0; task += carriers.count) {
+    for (int task = first_task; ok; task += carriers.count) {
       if (task != first_task || round > 0) set(task);
       if (part.token >= shared.most_tokens) break;
       if (part.token >= static_cast<int>(shared.num_tokens[part.src]) ||
@@ -158,11 +143,13 @@ __device__ __forceinline__ void write_words(const DeviceDomain& domain, const Lo
   WordSender words(params);
   const int per_group = is_many ? 1 : words.tokens_at_a_time();
   const int num_groups = sends ? (static_cast<int>(args.num_tokens) + per_group - 1) / per_group : 0;
-  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  // From the last block on: the first one has more to do.
+  const int blocks = static_cast<int>(gridDim.x), block = blocks - 1 - static_cast<int>(blockIdx.x);
   ptx::griddepcontrol_wait();
   if (!is_many && block < num_groups) words.load(block);
-  LowLatencyRun run = begin_call(domain, args.call, &shared.failure);
-  bool ok = block < num_groups ? await_slot(run) : !run.failed;
+  LowLatencyRun run = begin_call(domain, args.call, params.hot, &shared.failure);
+  bool ok = sends ? await_slot(run) : !run.failed;
+  if (ok && sends && blockIdx.x == 0) send_header(run, args.num_tokens);
 #pragma unroll 1
   for (int group = block; ok && group < num_groups; group += blocks) {
     if (is_many) {
@@ -202,10 +189,11 @@ __device__ __forceinline__ void write_words(const DeviceDomain& domain, const Lo
 __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
                                       DispatchShared& shared, int num_arrivals) {
   ptx::griddepcontrol_wait();
-  LowLatencyRun run = begin_call(domain, params.args.call, &shared.failure);
+  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
   Arrival arrival(&shared.arrived, num_arrivals);
-  bool ok = !run.failed && tell_peers(run, params.args.num_tokens);
+  bool ok = run.sends() ? await_slot(run) : !run.failed;
   arrival.make(run);
+  if (ok) tell_peers(run, params.args.num_tokens);
   if (ok && run.receives())
     ok = watch_peers(run, [&](int peer, std::uint32_t tokens) {
       const std::int64_t end = peer * (run.call.max_tokens + 1) + run.call.max_tokens;
@@ -215,7 +203,7 @@ __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLaten
 }
 
 template <class Rows, class Width>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 2)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain,
                     const __grid_constant__ LowLatencyDispatchParams params) {
   extern __shared__ __align__(16) char shared_memory[];
@@ -225,14 +213,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int warp = static_cast<int>(threadIdx.x / 32);
   TileBuffer* buffer = nullptr;
   if constexpr (!kCasts<Rows>) {
-    __shared__ TileBuffer buffers[LowLatencyTuning::kCarriers];
-    buffer = &buffers[min(warp, LowLatencyTuning::kCarriers - 1)];
+    __shared__ TileBuffer buffers[LowLatencyTuning::kDispatchCarriers];
+    buffer = &buffers[min(warp, LowLatencyTuning::kDispatchCarriers - 1)];
   }
   const layout::ExpertBlocks experts(params.args.call.num_experts, domain.num_ranks);
   const BitTable<Width::kPlain> table(shared_memory, params, experts.num_local_experts(domain.rank));
   table.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   table.clear_before(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   if (threadIdx.x == 0) shared.arrived = shared.failed[0] = shared.failed[1] = shared.failure.claimed = 0;
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
+  asm volatile("" ::"r"(touched));
   __syncthreads();
   const int num_arrivals = params.num_carriers + (blockIdx.x == 0 ? 2 : 1);
   if (warp < params.num_carriers)
@@ -289,7 +279,9 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   const layout::ExpertBlocks experts(args.call.num_experts, domain.num_ranks);
   LowLatencyDispatchParams params;
   params.args = args;
+  params.hot = LowLatencyHot(domain, args.call);
   params.slot = slot_of(domain.num_ranks, args);
+  params.num_vectors = static_cast<int>(args.row_bytes / 16);
   params.expert_ranks = ExpertRanks(experts);
   params.num_scales =
       static_cast<int>(args.cast ? args.row_bytes / kCastBlock / (args.ue8m0 ? 4 : 1) : args.scales.num_items);
@@ -298,9 +290,7 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   cut_table(params, domain.num_ranks);
   // As if all ranks had as many tokens as this one; with more than that it takes longer.
   const std::int64_t items = (args.call.half == LowLatencyHalf::kReceive ? 0 : args.num_tokens) +
-                             (args.call.half == LowLatencyHalf::kSend
-                                  ? 0
-                                  : args.num_tokens * (domain.num_ranks - (args.call.half == LowLatencyHalf::kBoth)));
+                             (args.call.half == LowLatencyHalf::kSend ? 0 : args.num_tokens * domain.num_ranks);
   const auto set_parts = [&](int parts_per_tile) {
     params.num_parts = params.slot.num_tiles * parts_per_tile;
     params.num_row_tasks = params.num_parts + params.slot.num_scale_tiles;
@@ -310,7 +300,10 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   set_parts(Narrow::kParts);
   const bool narrow = plain && is_narrow(args.call, items * params.num_row_tasks, LowLatencyTuning::kNarrowDispatch);
   if (!narrow) set_parts(Wide::kParts);
-  const LowLatencyGrid grid(args.call, items * params.num_row_tasks);
+  params.by_row_tasks = Divisor(static_cast<std::uint32_t>(params.num_row_tasks));
+  params.by_id_units = Divisor(static_cast<std::uint32_t>(params.slot.num_id_units));
+  params.by_ranks = Divisor(static_cast<std::uint32_t>(domain.num_ranks));
+  const LowLatencyGrid grid(args.call, items * params.num_row_tasks, LowLatencyTuning::kDispatchCarriers);
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kDispatchOthers;
   const auto start = [&]<auto kKernel>() {

@@ -57,21 +57,27 @@ class BitTable {
   }
   __device__ __forceinline__ std::uint32_t rows_before(int local, int word_in_chunk, int token) const {
     std::uint32_t sum = is_cut_ ? before_[local] : 0u;
-    const auto count = [&](std::uint32_t bits, int word) {
-      const std::uint32_t mask = word < word_in_chunk ? ~0u : word == word_in_chunk ? (1u << token % 32) - 1 : 0u;
-      sum += static_cast<std::uint32_t>(__popc(bits & mask));
-    };
+    const std::uint32_t* mine = row(local);
+    const std::uint32_t below = (1u << token % 32) - 1;
+    const auto add = [&](std::uint32_t bits) { sum += static_cast<std::uint32_t>(__popc(bits)); };
     if (!kPlain && words_ < 4) {
 #pragma unroll 1
-      for (int w = 0; w <= word_in_chunk; ++w) count(row(local)[w], w);
+      for (int w = 0; w < word_in_chunk; ++w) add(mine[w]);
+      add(mine[word_in_chunk] & below);
       return sum;
     }
-    const auto* words = reinterpret_cast<const uint4*>(row(local));  // words_ is a multiple of 4
-#pragma unroll 2
-    for (int w = 0; w <= word_in_chunk; w += 4) {
-      const uint4 four = words[w / 4];
-      count(four.x, w), count(four.y, w + 1), count(four.z, w + 2), count(four.w, w + 3);
+    int w = 0;  // words_ is a multiple of 4
+#pragma unroll 1
+    for (; w + 4 <= word_in_chunk; w += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(mine + w);
+      add(four.x), add(four.y), add(four.z), add(four.w);
     }
+    const uint4 four = *reinterpret_cast<const uint4*>(mine + w);
+    const int left = word_in_chunk - w;
+    add(four.x & (left > 0 ? ~0u : below));
+    add(four.y & (left > 1 ? ~0u : left == 1 ? below : 0u));
+    add(four.z & (left > 2 ? ~0u : left == 2 ? below : 0u));
+    add(four.w & (left == 3 ? below : 0u));
     return sum;
   }
   __device__ std::uint32_t* row(int local) const { return bits_ + local * words_; }
@@ -158,13 +164,14 @@ __device__ __forceinline__ bool gather_ids(const Receiver<kPlain>& at, int first
     int src[kBatch], token[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int n = begin + i * threads, one = n / units;
-      token[i] = one / num_ranks;
-      src[i] = one - token[i] * num_ranks;
-      token[i] += first;
+      const int n = begin + i * threads;
+      std::uint32_t unit_of_token, source;
+      const std::uint32_t one = at.params.by_id_units.divide(static_cast<std::uint32_t>(n), &unit_of_token);
+      token[i] = first + static_cast<int>(at.params.by_ranks.divide(one, &source));
+      src[i] = static_cast<int>(source);
       address[i] = nullptr;
       if (n >= total || !run.is_live(src[i]) || !at.in_chunk(src[i], token[i])) continue;
-      address[i] = slot.ids(mine, src[i], token[i]) + (n - one * units) * layout::kUnitBytes;
+      address[i] = slot.ids(mine, src[i], token[i]) + unit_of_token * layout::kUnitBytes;
       unit[i] = ptx::ld_relaxed_sys_16(address[i]);
     }
 #pragma unroll
@@ -214,29 +221,19 @@ __device__ __forceinline__ std::uint32_t id_in_lane(const uint4& unit, int topk,
   return k < topk ? (i % 2 == 0 ? word & 0xffffu : word >> 16) : layout::kNoExpert;
 }
 
-// Calls `body(half, id)`, as it travels, for the halves of a token's entries. This rank's own ones from where they are.
+// Calls `body(half, id)`, as it travels, for the halves of a token's entries.
 template <bool kPlain, typename Body>
 __device__ __forceinline__ void for_each_half(const uint4& unit, int topk, Body body) {
 #pragma unroll 1
   for (int half = 0; half < num_halves<kPlain>(topk); ++half) body(half, id_in_lane(unit, topk, half));
 }
-template <bool kPlain, typename Body>
-__device__ __forceinline__ void for_each_half(const LowLatencyRun& run, const TopkIds& ids, int token,
-                                              std::int64_t first, Body body) {
-#pragma unroll 1
-  for (int half = 0; half < num_halves<kPlain>(ids.topk); ++half) {
-    const std::int32_t id =
-        checked_id(half == 0 ? first : raw_id(ids, token, entry_of_lane(half)), run.call.num_experts);
-    body(half, encoded(id, is_repeated(ids, token, half, id)));
-  }
-}
-
 // R4. A part of a row into the packed blocks, a copy for each expert, and its scales.
 template <bool kWithScales, class Width>
 __device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, const Places& places, const LaneTile<Width>& tile,
                                              const LaneVectors<Width>& vectors, const uint4& scales) {
   const LowLatencyDispatchArgs& args = at.params.args;
   char* const rows = static_cast<char*>(args.recv_x);
+  const std::uint32_t row_bytes = static_cast<std::uint32_t>(args.row_bytes);
   // Lane j of those that share scales has that of block j of three.
   std::uint32_t scale = 0;
   bool has_scale = false;
@@ -252,21 +249,37 @@ __device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, 
     scale_row = args.ue8m0 ? static_cast<std::int64_t>(block / 4) * at.expert_rows * 4 + block % 4
                            : static_cast<std::int64_t>(block) * at.expert_rows;
   }
+  // (expert * scales + block) * rows + row of the expert
+  const std::int64_t at_scale =
+      kWithScales ? places.position + static_cast<std::int64_t>(places.local) * (at.params.num_scales - 1) *
+                                          at.expert_rows
+                  : 0;
+  constexpr int kBatch = 4;
 #pragma unroll 1
-  for (std::uint32_t rest = places.copies; rest != 0; rest &= rest - 1) {
-    const int k = __ffs(static_cast<int>(rest)) - 1;
-    const std::int32_t position = __shfl_sync(0xffffffffu, places.position, k);
-    tile.store_vectors(rows + position * args.row_bytes, vectors);
-    if constexpr (kWithScales) {
-      // (expert * scales + block) * rows + row of the expert
-      const std::int64_t at_scale =
-          position + static_cast<std::int64_t>(__shfl_sync(0xffffffffu, places.local, k)) *
-                         (at.params.num_scales - 1) * at.expert_rows;
-      if (!has_scale) continue;
-      if (args.ue8m0)
-        static_cast<std::uint8_t*>(args.recv_scales)[4 * at_scale + scale_row] = static_cast<std::uint8_t>(scale >> 23);
-      else
-        static_cast<std::uint32_t*>(args.recv_scales)[at_scale + scale_row] = scale;
+  for (std::uint32_t rest = places.copies; rest != 0;) {
+    int k[kBatch];
+    std::int32_t position[kBatch];
+    std::int64_t to_scale[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      k[i] = __ffs(static_cast<int>(rest)) - 1;
+      rest &= rest - 1;
+      position[i] = __shfl_sync(0xffffffffu, places.position, k[i] & 31);
+      if (kWithScales) to_scale[i] = __shfl_sync(0xffffffffu, at_scale, k[i] & 31);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (k[i] < 0) break;
+      tile.store_vectors(rows + static_cast<std::uint64_t>(static_cast<std::uint32_t>(position[i])) * row_bytes,
+                         vectors);
+      if constexpr (kWithScales) {
+        if (!has_scale) continue;
+        if (args.ue8m0)
+          static_cast<std::uint8_t*>(args.recv_scales)[4 * to_scale[i] + scale_row] =
+              static_cast<std::uint8_t>(scale >> 23);
+        else
+          static_cast<std::uint32_t*>(args.recv_scales)[to_scale[i] + scale_row] = scale;
+      }
     }
   }
 }
@@ -322,7 +335,7 @@ __device__ __forceinline__ bool receive_weights(const Receiver<kPlain>& at, cons
   return __all_sync(0xffffffffu, ok);
 }
 
-// A task of a token that comes from a peer, or in the second half from this rank as well.
+// A task of a token as it comes in.
 template <class Rows, class Width>
 struct ReceivedPart {
   int src, token, part;
@@ -344,7 +357,7 @@ struct ReceivedPart {
   __device__ __forceinline__ void load(const Receiver<Width::kPlain>& at) {
     if (lane_id() < at.params.slot.num_id_units) ids = ptx::ld_relaxed_sys_16(ids_unit(at));
     if (part >= at.params.num_parts) return;
-    const LaneTile<Width> tile(at.params.args.row_bytes, part);
+    const LaneTile<Width> tile(at.params.num_vectors, part);
     tile.load_units(row(at), &units);
     if constexpr (kCasts<Rows>)
       if (tile.has_scale_unit()) scales = ptx::ld_relaxed_sys_16(row(at) + scale_unit_offset(at.params.slot, tile));
@@ -359,7 +372,7 @@ struct ReceivedPart {
     const bool is_row = part < params.num_parts;
     bool ok = true, there = false;
     LaneVectors<Width> vectors;
-    const LaneTile<Width> tile(params.args.row_bytes, part);
+    const LaneTile<Width> tile(params.num_vectors, part);
     for_each_half<Width::kPlain>(ids, params.args.ids.topk, [&](int half, std::uint32_t id) {
       const Places places(at, src, token, id);
       if (part == 0) store_places(at, places, src, token, half);
@@ -389,7 +402,8 @@ struct ReceivedPart {
  private:
   __device__ __forceinline__ bool await_scale_tile(const Receiver<Width::kPlain>& at, TileBuffer& buffer) const {
     const ScaleRows& own = at.params.args.scales;
-    const LaneTile<Wide> lane((own.num_items * own.item_bytes + 15) / 16 * 16, part - at.params.num_parts);
+    const LaneTile<Wide> lane(static_cast<int>((own.num_items * own.item_bytes + 15) / 16),
+                              part - at.params.num_parts);
     const char* from = row(at) + at.params.slot.scales_offset;
     LaneUnits<Wide> wide = no_units<Wide>(at.run.tag);
     if (!await_units(at.run.scope, layout::WaitPhase::kUnits, src, from, lane, &wide)) return false;
@@ -401,27 +415,6 @@ struct ReceivedPart {
     return true;
   }
 };
-
-// In one launch, a part of this rank's own rows for its own experts, as it was cast to be sent.
-template <class Rows, class Width>
-__device__ __forceinline__ void keep_own_part(const Receiver<Width::kPlain>& at, const SentPart<Rows, Width>& sent,
-                                              TileBuffer* buffer) {
-  const LowLatencyDispatchParams& params = at.params;
-  for_each_half<Width::kPlain>(at.run, params.args.ids, sent.token, sent.raw, [&](int half, std::uint32_t id) {
-    const Places places(at, at.run.rank(), sent.token, id);
-    if (sent.part == 0) store_places(at, places, at.run.rank(), sent.token, half);
-    if (places.copies == 0) return;
-    if constexpr (!kCasts<Rows>) {
-      if (sent.part >= params.num_parts) {
-        const ScaleTile items(params.args.scales, sent.part - params.num_parts);
-        gather_scales(params.args.scales, sent.token, items, *buffer);
-        return store_scale_tile(at, places, items, *buffer);
-      }
-    }
-    store_copies<kCasts<Rows>>(at, places, LaneTile<Width>(params.args.row_bytes, sent.part), sent.vectors,
-                               sent.scales);
-  });
-}
 
 // K2. What the chunk says of the counts of this block's share of the local experts: begin and count of each source's
 // rows, and with the last chunk their sum. One warp.

@@ -11,9 +11,12 @@ namespace deep_moe::kernels {
 
 // The arguments, and what the host derives from them.
 struct LowLatencyDispatchParams {
+  LowLatencyHot hot;
   LowLatencyDispatchArgs args;
   layout::LowLatencyDispatchSlot slot;
   ExpertRanks expert_ranks;
+  Divisor by_row_tasks, by_id_units, by_ranks;
+  int num_vectors = 0;    // of a row as it travels
   int num_parts = 0;      // of a row
   int num_row_tasks = 0;  // its parts and tiles of scales
   int num_scales = 0;     // a row, as received
@@ -40,8 +43,7 @@ struct TileInput;
 template <class Width>
 struct TileInput<AsTheyAre, Width> {
   LaneVectors<Width> vectors;
-  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, std::int64_t token,
-                                       const LaneTile<Width>& tile) {
+  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, int token, const LaneTile<Width>& tile) {
     const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
     if (Width::kPlain || params.x_alignment == 16) {
 #pragma unroll
@@ -61,12 +63,12 @@ struct TileInput<AsTheyAre, Width> {
 template <typename T, class Width>
 struct TileInput<CastFrom<T>, Width> {
   CastInput<T> inputs[Width::kVectors];
-  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, std::int64_t token,
-                                       const LaneTile<Width>& tile) {
+  __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, int token, const LaneTile<Width>& tile) {
     const char* row = static_cast<const char*>(params.args.x) + token * params.args.row_stride;
 #pragma unroll
     for (int j = 0; j < Width::kVectors; ++j) {
-      inputs[j] = {};
+#pragma unroll
+      for (int i = 0; i < CastInput<T>::kVectors; ++i) inputs[j].vectors[i] = make_uint4(0, 0, 0, 0);
       if (tile.has_vector(j))
         inputs[j].load(row + tile.vector_offset(j) * static_cast<int>(sizeof(T)),
                        Width::kPlain ? 16 : params.x_alignment);
@@ -126,7 +128,7 @@ __device__ __forceinline__ void send_scale_tile(const LowLatencyRun& run, const 
   const ScaleRows& scales = params.args.scales;
   const ScaleTile items(scales, tile);
   gather_scales(scales, token, items, buffer);
-  const LaneTile<Wide> lane((scales.num_items * scales.item_bytes + 15) / 16 * 16, tile);
+  const LaneTile<Wide> lane(static_cast<int>((scales.num_items * scales.item_bytes + 15) / 16), tile);
   LaneVectors<Wide> vectors;
 #pragma unroll
   for (int j = 0; j < layout::kLaneVectors; ++j)
@@ -144,33 +146,30 @@ struct SentPart {
   int token = 0, part = 0;
   std::int64_t raw = -1;
   TileInput<Rows, Width> input;
-  LaneVectors<Width> vectors;  // as it travels
-  uint4 scales;
 
   // The whole warp. Nothing that is loaded is waited for.
   __device__ __forceinline__ void load(const LowLatencyDispatchParams& params, int task) {
-    token = task / params.num_row_tasks;
-    part = task - token * params.num_row_tasks;
+    std::uint32_t rest;
+    token = static_cast<int>(params.by_row_tasks.divide(static_cast<std::uint32_t>(task), &rest));
+    part = static_cast<int>(rest);
     raw = raw_id(params.args.ids, token, lane_id());
-    if (part < params.num_parts) input.load(params, token, LaneTile<Width>(params.args.row_bytes, part));
+    if (part < params.num_parts) input.load(params, token, LaneTile<Width>(params.num_vectors, part));
   }
-  __device__ __forceinline__ void finish(const LowLatencyDispatchParams& params) {
-    if (part < params.num_parts) input.finish(params, &vectors, &scales);
-  }
-
-  // S3. To every rank of the token's experts; in one launch not to this rank itself.
+  // S3. To every rank of the token's experts, this rank too.
   __device__ __forceinline__ void send(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
                                        TileBuffer* buffer) const {
-    std::uint64_t ranks = ranks_of<Width::kPlain>(run, params.args.ids, token, checked_id(raw, run.call.num_experts),
+    const std::uint64_t ranks = ranks_of<Width::kPlain>(run, params.args.ids, token, checked_id(raw, run.call.num_experts),
                                                   params.expert_ranks);
-    if (run.is_whole()) ranks &= ~(std::uint64_t{1} << run.rank());
     if (ranks == 0) return;
     const layout::LowLatencyDispatchSlot& slot = params.slot;
     if constexpr (!kCasts<Rows>) {
       if (part >= params.num_parts)
         return send_scale_tile(run, params, token, part - params.num_parts, ranks, *buffer);
     }
-    const LaneTile<Width> tile(params.args.row_bytes, part);
+    const LaneTile<Width> tile(params.num_vectors, part);
+    LaneVectors<Width> vectors;
+    uint4 scales;
+    input.finish(params, &vectors, &scales);
     const LaneUnits<Width> units = to_units(vectors, run.tag);
     for_each_rank(ranks, [&](int dst) {
       char* row = slot.row(run.slot_of(dst), run.rank(), token);
@@ -212,7 +211,6 @@ class WordSender {
 
   __device__ __forceinline__ void send(const LowLatencyRun& run) const {
     const layout::LowLatencyDispatchSlot& slot = params_.slot;
-    const int topk = args_.ids.topk;
     const std::int32_t id = checked_id(raw_, run.call.num_experts);
     // Entries alike among those of one token.
     const std::uint32_t alike =
@@ -247,11 +245,6 @@ class WordSender {
     for (int step = 1; step < 32; step *= 2)
       if (step < width_) ranks |= __shfl_xor_sync(0xffffffffu, ranks, step);
     ranks &= run.call.live_ranks;
-    // In one launch this rank's own weights are where they are wanted.
-    if (run.is_whole()) {
-      if (has_entry_) args_.recv_weights[(run.rank() * run.call.max_tokens + token_) * topk + k_] = weight;
-      ranks &= ~(std::uint64_t{1} << run.rank());
-    }
     const std::uint32_t bits = __float_as_uint(weight);
     const std::uint32_t next = __shfl_down_sync(0xffffffffu, bits, 1), last = __shfl_down_sync(0xffffffffu, bits, 2);
     if (!has_entry_ || k_ % layout::kFloatsPerUnit != 0) return;
@@ -282,7 +275,6 @@ static __device__ __noinline__ void send_many_words(const LowLatencyRun& run, co
                                                     std::int64_t token, ManyEntries& entries) {
   const LowLatencyDispatchArgs& args = params.args;
   const layout::LowLatencyDispatchSlot& slot = params.slot;
-  const int topk = args.ids.topk;
   std::int32_t id = -1;
 #pragma unroll 1
   for (int half = 1; half >= 0; --half) {
@@ -310,8 +302,7 @@ static __device__ __noinline__ void send_many_words(const LowLatencyRun& run, co
                                make_uint4(words[0], words[1], words[2], run.tag));
   }
   __syncwarp();
-  std::uint64_t ranks = ranks_of<false>(run, args.ids, token, id, params.expert_ranks);
-  if (run.is_whole()) ranks &= ~(std::uint64_t{1} << run.rank());
+  const std::uint64_t ranks = ranks_of<false>(run, args.ids, token, id, params.expert_ranks);
   if (lane_id() < slot.num_weight_units) {
     const float* at = entries.weights + layout::kFloatsPerUnit * lane_id();
     const uint4 unit =
@@ -322,9 +313,6 @@ static __device__ __noinline__ void send_many_words(const LowLatencyRun& run, co
                              unit);
     });
   }
-  if (run.is_whole() && args.with_weights)
-    for (int k = lane_id(); k < topk; k += 32)
-      args.recv_weights[(run.rank() * run.call.max_tokens + token) * topk + k] = entries.weights[k];
   __syncwarp();
 }
 

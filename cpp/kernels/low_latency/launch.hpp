@@ -22,11 +22,11 @@ inline void check_low_latency(const DeviceDomain& domain, const LowLatencyCall& 
 // Blocks, and warps of each that carry rows, for so many tasks of a warp.
 struct LowLatencyGrid {
   int blocks, carriers;
-  LowLatencyGrid(const LowLatencyCall& call, std::int64_t tasks) {
-    constexpr std::int64_t kFew = LowLatencyTuning::kFewestCarriers, kMost = LowLatencyTuning::kCarriers;
+  LowLatencyGrid(const LowLatencyCall& call, std::int64_t tasks, int most_carriers) {
+    constexpr std::int64_t kFew = LowLatencyTuning::kFewestCarriers;
     tasks = std::max<std::int64_t>(tasks, LowLatencyTuning::kFewestTasks);
     const std::int64_t share = (tasks + call.num_blocks - 1) / call.num_blocks;
-    carriers = static_cast<int>(std::clamp(share, kFew, kMost));
+    carriers = static_cast<int>(std::clamp<std::int64_t>(share, kFew, most_carriers));
     blocks = static_cast<int>(std::min<std::int64_t>(call.num_blocks, (tasks + carriers - 1) / carriers));
   }
 };

@@ -96,55 +96,60 @@ __device__ __forceinline__ LaneVectors<Narrow> to_vectors<Narrow>(const LaneUnit
                                : b.z)}};
 }
 
-// What one lane has of one part of a row: a tile, or a quarter of one.
+// What one lane has of one part of a row of `num_vectors` 16-byte vectors: a tile, or a quarter of one.
 template <class Width>
 struct LaneTile {
   int tile, lane, first;  // first: of the lane's vectors and units
-  int num_vectors;        // of the lane, or of those that stand for it
+  int rest;               // vectors of the row from the lane's first one of the tile on
 
-  __device__ __forceinline__ LaneTile(std::int64_t row_bytes, int part)
+  __device__ __forceinline__ LaneTile(int num_vectors, int part)
       : tile(part / Width::kParts),
         lane(Width::kParts == 1 ? lane_id() : part % Width::kParts * 8 + lane_id() / 4),
-        first(Width::kParts == 1 ? 0 : lane_id() % 4) {
-    const int rest = static_cast<int>(row_bytes / 16) - tile * layout::kTileVectors - lane;
-    num_vectors = min(layout::kLaneVectors, (max(rest, 0) + 31) / 32);
+        first(Width::kParts == 1 ? 0 : lane_id() % 4),
+        rest(num_vectors - tile * layout::kTileVectors - lane) {}
+  __device__ __forceinline__ bool has_vector(int j) const {
+    return first + j < layout::kLaneVectors && rest > 32 * (first + j);
   }
-  __device__ __forceinline__ bool has_vector(int j) const { return first + j < num_vectors; }
-  __device__ __forceinline__ bool has_unit(int j) const { return num_vectors > 0 && first + j <= num_vectors; }
+  // A unit begins in the vector before its own, but for the first.
+  __device__ __forceinline__ bool has_unit(int j) const { return rest > max(32 * (first + j) - 32, 0); }
   // Of vector j in the row; of unit j in the row as it travels.
-  __device__ __forceinline__ std::int64_t vector_offset(int j) const {
-    return static_cast<std::int64_t>(tile * layout::kTileVectors + 32 * (first + j) + lane) * 16;
+  __device__ __forceinline__ std::uint32_t vector_offset(int j) const {
+    return static_cast<std::uint32_t>(tile * layout::kTileVectors + 32 * (first + j) + lane) * 16;
   }
-  __device__ __forceinline__ std::int64_t unit_offset(int j) const {
-    return static_cast<std::int64_t>(tile) * layout::kTileBytes + (32 * (first + j) + lane) * layout::kUnitBytes;
+  __device__ __forceinline__ std::uint32_t unit_offset(int j) const {
+    return static_cast<std::uint32_t>(tile * layout::kTileBytes + (32 * (first + j) + lane) * layout::kUnitBytes);
   }
   __device__ __forceinline__ void store_units(char* row, const LaneUnits<Width>& units) const {
+    row += unit_offset(0);
 #pragma unroll
     for (int j = 0; j < Width::kUnits; ++j)
-      if (has_unit(j)) ptx::st_relaxed_sys_16(row + unit_offset(j), units.u[j]);
+      if (has_unit(j)) ptx::st_relaxed_sys_16(row + 32 * layout::kUnitBytes * j, units.u[j]);
   }
   __device__ __forceinline__ void load_units(const char* row, LaneUnits<Width>* units) const {
+    row += unit_offset(0);
 #pragma unroll
     for (int j = 0; j < Width::kUnits; ++j)
-      if (has_unit(j)) units->u[j] = ptx::ld_relaxed_sys_16(row + unit_offset(j));
+      if (has_unit(j)) units->u[j] = ptx::ld_relaxed_sys_16(row + 32 * layout::kUnitBytes * j);
   }
   __device__ __forceinline__ void store_vectors(char* row, const LaneVectors<Width>& vectors) const {
+    row += vector_offset(0);
 #pragma unroll
     for (int j = 0; j < Width::kVectors; ++j)
-      if (has_vector(j)) ptx::st_weak_16(row + vector_offset(j), vectors.v[j]);
+      if (has_vector(j)) ptx::st_weak_16(row + 32 * 16 * j, vectors.v[j]);
   }
 
   // Scales: of the eight lanes' vector j that make a block, in lane_with_scales() for all three j.
   __device__ __forceinline__ int scale_group() const { return lane / 8; }
   __device__ __forceinline__ int lane_with_scales() const { return Width::kParts == 1 ? lane_id() / 8 * 8 : 0; }
-  __device__ __forceinline__ bool has_scale_unit() const { return lane_id() == lane_with_scales() && num_vectors > 0; }
+  __device__ __forceinline__ bool has_scale_unit() const { return lane_id() == lane_with_scales() && rest > 0; }
 };
 
 // Loads a unit of this call until it is there; `*unit` holds an earlier try. False: leave.
 __device__ __forceinline__ bool await_unit(const WaitScope& scope, layout::WaitPhase phase, int peer,
                                            const void* address, uint4* unit) {
   const std::uint32_t tag = static_cast<std::uint32_t>(scope.epoch);
-  if (unit->w == tag) return true;
+  if (unit->w == tag) [[likely]]
+    return true;
   std::uint64_t seen;
   return wait_in_line(
       scope, phase, peer, tag,
