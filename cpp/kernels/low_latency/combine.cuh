@@ -90,8 +90,8 @@ struct HeldRow {
   __device__ __forceinline__ void load(const Address& at, int topk, int half) {
     position = -1, weight = 0;
     if (entry_of_lane(half) >= topk) return;
-    position = at.position[half * kHalf];
-    if (at.weight != nullptr) weight = at.weight[half * kHalf];
+    position = ptx::ld_relaxed_gpu(at.position + half * kHalf);
+    if (at.weight != nullptr) weight = ptx::ld_relaxed_gpu(at.weight + half * kHalf);
   }
   __device__ __forceinline__ std::uint32_t entries() const { return __ballot_sync(0xffffffffu, position >= 0); }
 };
@@ -193,9 +193,9 @@ struct TokenCounts {
                                args.ids.topk;
   }
   __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, const std::int32_t* address, int num_ranks) {
-    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = *address;
+    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = ptx::ld_relaxed_gpu(address);
     if (num_ranks > 32 && lane_id() + 32 < num_ranks && (args.call.live_ranks >> (lane_id() + 32) & 1) != 0)
-      count[1] = address[32 * (args.call.max_tokens + 1) * args.ids.topk];
+      count[1] = ptx::ld_relaxed_gpu(address + 32 * (args.call.max_tokens + 1) * args.ids.topk);
   }
   __device__ __forceinline__ int most() const { return __reduce_max_sync(0xffffffffu, max(count[0], count[1])); }
   __device__ __forceinline__ int of(int rank) const {

@@ -119,7 +119,7 @@ __device__ __forceinline__ void gather_scales(const ScaleRows& scales, std::int6
 #pragma unroll 1
   for (int i = lane_id(); i < items.count; i += 32)
     store_item(buffer.bytes + i * scales.item_bytes,
-               load_item(row + (items.first + i) * scales.item_stride, scales.item_bytes), scales.item_bytes);
+               load_fresh_item(row + (items.first + i) * scales.item_stride, scales.item_bytes), scales.item_bytes);
   __syncwarp();
 }
 
@@ -206,7 +206,7 @@ class WordSender {
     raw_ = -1, weight_ = 0;
     if (!has_entry_) return;
     raw_ = raw_id(args_.ids, token_, k_);
-    if (args_.with_weights) weight_ = args_.topk_weights[token_ * args_.weight_stride + k_];
+    if (args_.with_weights) weight_ = ptx::ld_relaxed_gpu(args_.topk_weights + token_ * args_.weight_stride + k_);
   }
 
   __device__ __forceinline__ void send(const LowLatencyRun& run) const {

@@ -93,6 +93,16 @@ __device__ __forceinline__ std::uint64_t load_item(const char* address, int byte
   }
 }
 
+// The same, past L1.
+__device__ __forceinline__ std::uint64_t load_fresh_item(const char* address, int bytes) {
+  switch (bytes) {
+    case 8: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint64_t*>(address));
+    case 4: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(address));
+    case 2: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint16_t*>(address));
+    default: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint8_t*>(address));
+  }
+}
+
 __device__ __forceinline__ void store_item(char* address, std::uint64_t value, int bytes) {
   switch (bytes) {
     case 8: *reinterpret_cast<std::uint64_t*>(address) = value; break;

@@ -18,6 +18,30 @@ __device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint32_t* add
   return value;
 }
 
+__device__ __forceinline__ std::int32_t ld_relaxed_gpu(const std::int32_t* address) {
+  std::int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float ld_relaxed_gpu(const float* address) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint16_t* address) {
+  std::uint16_t value;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint8_t* address) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u8 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ std::uint64_t ld_relaxed_sys(const std::uint64_t* address) {
   std::uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
