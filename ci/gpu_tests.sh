@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go or by part.
-#   ci/gpu_tests.sh              C++ tests, Python tests, timings
+#   ci/gpu_tests.sh              all of them; some eight minutes on 16 cores
 #   ci/gpu_tests.sh cpp          kernels, device memory, the GPU Buffer and its stress (build/cuda)
 #   ci/gpu_tests.sh python [PYTEST ARGUMENT...]   tests/gpu on the installed wheel
 #   ci/gpu_tests.sh timing       timings of kernels and of the Buffer
+#   ci/gpu_tests.sh bench        deep-moe bench on all GPUs: build/gpu/bench.json, and its tables in build/gpu/bench.md
 #   ci/gpu_tests.sh sanitize     the C++ tests, reduced, under compute-sanitizer: memcheck, racecheck, synccheck
 # DEEP_MOE_GPU_STRESS_CALLS: calls of each stress, at most (all of them; 100 under compute-sanitizer).
+# Ranks go round the GPUs that CUDA_VISIBLE_DEVICES leaves.
 . "$(dirname "$0")/common.sh"
 [ "$(num_gpus)" -gt 0 ] || die "nvidia-smi lists no GPU here"
 part=${1:-all}
@@ -30,38 +32,60 @@ cpp() {
   say "C++ example"
   build/cuda/examples/two_ranks_gpu
 }
-python_tests() {
+install() {
   use_venv test
   build_wheel build/dist DEEP_MOE_CUDA=ON
   install_wheel build/dist
+}
+python_tests() {
+  install
   say "Python tests"
   python -m pytest --expect-tier gpus1 tests/gpu "$@"
+}
+bench() {
+  install
+  say "bench"
+  mkdir -p build/gpu
+  (cd build/gpu && deep-moe bench --routing uniform --num-sms 8,12,16,24 --fp8 --graph --overlap --host-cost --json bench.json)
+  python -m deep_moe.cli.tables build/gpu/bench.json | tee build/gpu/bench.md
 }
 timing() {
   build
   say "timings"
   "${threads[@]}" "$tests" --test-case='timing*'
 }
-# Processes take turns there for minutes, and racecheck looks at the kernels' shared memory alone.
+# The three at the same time, for most of their time is the host's. Processes take turns there for minutes, and racecheck
+# looks at the kernels' shared memory alone.
 sanitize() {
+  local tool pid failed=() pids=()
   build
   export DEEP_MOE_GPU_STRESS_CALLS=${DEEP_MOE_GPU_STRESS_CALLS:-100}
+  mkdir -p build/gpu
+  say "compute-sanitizer: memcheck, racecheck, synccheck"
   for tool in memcheck racecheck synccheck; do
-    say "compute-sanitizer $tool"
     "${threads[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" \
-      --test-case-exclude='timing*,*processes*,*process *'
+      --test-case-exclude='timing*,*processes*,*process *' >"build/gpu/$tool.log" 2>&1 &
+    pids[$!]=$tool
   done
+  for pid in "${!pids[@]}"; do
+    wait "$pid" || failed+=("${pids[$pid]}")
+    tail -n 3 "build/gpu/${pids[$pid]}.log"
+  done
+  [ ${#failed[@]} = 0 ] || die "failed: ${failed[*]}; see build/gpu"
 }
 
 case $part in
   all)
     cpp
     python_tests
+    sanitize
     timing
+    bench
     ;;
   cpp) cpp ;;
   python) python_tests "$@" ;;
   timing) timing ;;
+  bench) bench ;;
   sanitize) sanitize ;;
-  *) die "usage: ci/gpu_tests.sh [cpp|python|timing|sanitize]" ;;
+  *) die "usage: ci/gpu_tests.sh [cpp|python|timing|bench|sanitize]" ;;
 esac

@@ -36,9 +36,9 @@ struct CombineRing {
   int num_warps = 14;
 
   static constexpr int kSets = 2;
-  DM_HOST_DEVICE int chunk_bytes() const { return vectors * 512; }
-  DM_HOST_DEVICE int set_bytes() const { return max_rows * chunk_bytes(); }
-  DM_HOST_DEVICE int bytes() const { return kSets * set_bytes(); }
+  DM_HOST_DEVICE constexpr int chunk_bytes() const { return vectors * 512; }
+  DM_HOST_DEVICE constexpr int set_bytes() const { return max_rows * chunk_bytes(); }
+  DM_HOST_DEVICE constexpr int bytes() const { return kSets * set_bytes(); }
 };
 
 struct CombineTuning {
@@ -47,14 +47,14 @@ struct CombineTuning {
   static constexpr int kWeightTokens = 4;     // whose weights a lane loads before it uses the first ...
   static constexpr int kWeightRanks = 2;      // ... of so many holders
   static constexpr int kVectorsInFlight = 4;  // 16-byte loads of a lane without the copy engine
-  static constexpr int kVectors2 = 7, kVectors4 = 4, kVectors16 = 2;  // of the kernels for up to 2, 4 and 16 rows
-  // By the number of rows that are summed at most.
-  static constexpr CombineRing ring(int num_rows) {
-    if (num_rows <= 2) return {2, kVectors2, 15};
-    if (num_rows == 3) return {3, kVectors4, 15};
-    if (num_rows == 4) return {4, kVectors4, 13};
-    if (num_rows <= 8) return {8, kVectors16, 13};
-    return {16, kVectors16 / 2, 13};
+  // By the number of rows that are summed at most. A lane has all its pieces of a set in registers: max_rows * vectors
+  // of them.
+  DM_HOST_DEVICE static constexpr CombineRing ring(int num_rows) {
+    if (num_rows <= 2) return {2, 7, 15};
+    if (num_rows == 3) return {3, 5, 14};
+    if (num_rows == 4) return {4, 4, 13};
+    if (num_rows <= 8) return {8, 2, 13};
+    return {16, 1, 13};
   }
 };
 

@@ -64,7 +64,7 @@ enum class NotifyRegion : int {
   kRowState,         // RowState, one
   kRoutes,           // Route[R]                by destination
   kBlockWords,       // u64[blocks][R]          rows of the tokens of each block, by destination
-  kExpertSums,       // u64[kMaxExperts]        notify's sums over blocks; all zero between calls
+  kExpertSums,       // u64[kMaxExperts + R]    notify's sums over blocks, by expert, then by rank; zero between calls
   kLayoutSums,       // u64[kMaxExperts + R]    the same for get_dispatch_layout
   kLowLatencyState,  // LowLatencyState, one (low_latency_words.hpp)
   kCountWords,  // u64[depth][R][R + Lmax] by source: its rows for every rank, then its entries for each of my experts
@@ -80,7 +80,7 @@ inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
     case NotifyRegion::kRowState: return sizeof(RowState);
     case NotifyRegion::kRoutes: return sizeof(Route) * r;
     case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
-    case NotifyRegion::kExpertSums: return word * kMaxExperts;
+    case NotifyRegion::kExpertSums:
     case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
     case NotifyRegion::kLowLatencyState: return kLowLatencyStateBytes;
     case NotifyRegion::kCountWords:
@@ -136,7 +136,8 @@ class DeviceLayout {
   DM_HOST_DEVICE std::uint64_t* expert_sums(char* base) const {  // [E]
     return at<std::uint64_t>(base, NotifyRegion::kExpertSums);
   }
-  DM_HOST_DEVICE std::uint64_t* layout_sums(char* base) const {  // [E + R]
+  DM_HOST_DEVICE std::uint64_t* rank_sums(char* base) const { return expert_sums(base) + kMaxExperts; }  // [R]
+  DM_HOST_DEVICE std::uint64_t* layout_sums(char* base) const {                                          // [E + R]
     return at<std::uint64_t>(base, NotifyRegion::kLayoutSums);
   }
   DM_HOST_DEVICE std::uint64_t* rank_words(char* base, std::uint64_t epoch, int src) const {  // [R] over destinations

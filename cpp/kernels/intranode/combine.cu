@@ -13,7 +13,24 @@ namespace {
 // Whether a set has room for all rows that there can be. kRows: the most rows of a sum that come by the copy engine; 0
 // without it.
 template <int kRows>
-constexpr bool kHoldsAll = kRows == 2 || kRows == 4;
+constexpr bool kHoldsAll = kRows > 0 && kRows < 16;
+
+// C4 with the copy engine: all chunks of one unit. False: the block must leave.
+template <typename T, int kPerLane, int kRows>
+__device__ __forceinline__ bool sum_by_pipe(const WaitScope& scope, const CombineParams& params,
+                                            PullPipe<kPerLane, kRows>& pipe, const RowList<kPerLane>& current,
+                                            const RowList<kPerLane>& next) {
+  char* out = static_cast<char*>(params.args.out) + current.unit.token * params.args.out_stride;
+#pragma unroll 1
+  for (int chunk = current.unit.first_chunk; chunk < current.unit.end_chunk; ++chunk) {
+    if (current.count > 0 && !pipe.wait(scope)) return false;
+    sum_set<T, kRows>(pipe.set(), current.count, out + params.chunk_begin(chunk), params.bytes_of(chunk), [&] {
+      if (current.count > 0) pipe.release();
+      pipe.load_ahead(current, next);
+    });
+  }
+  return true;
+}
 
 // C3, C4: the units of a warp that sums rows, the first two of which are given. False: the block must leave.
 template <typename T, int kRows, int kPerLane>
@@ -21,9 +38,8 @@ __device__ __forceinline__ bool sum_units(const WaitScope& scope, const CombineP
                                           Tickets& tickets, const Unit& first, Unit next_unit,
                                           const TokenPositions<kPerLane>& first_words,
                                           TokenPositions<kPerLane> next_words, char* sets, std::uint64_t* barriers) {
-  constexpr int kVectors = kRows == 2 ? CombineTuning::kVectors2 : kRows == 4 ? CombineTuning::kVectors4 : 0;
   const CombineArgs& args = params.args;
-  PullPipe<kPerLane, kVectors> pipe(params, sets, barriers);
+  PullPipe<kPerLane, kRows> pipe(params, sets, barriers);
   RowList<kPerLane> current(params, holders, first_words, first), next(first);
   if constexpr (kRows > 0) pipe.load_ahead(current, next);
 #pragma unroll 1
@@ -32,20 +48,14 @@ __device__ __forceinline__ bool sum_units(const WaitScope& scope, const CombineP
     next_unit = Unit(params.units, tickets.receive());
     tickets.ask();
     next_words = TokenPositions<kPerLane>(args, scope.domain.num_ranks, next_unit.token);
-    if (kHoldsAll<kRows> || (kRows > 0 && pipe.holds(current))) {
-      if constexpr (!kHoldsAll<kRows>) pipe.load_ahead(current, next);  // the unit before may not have come here
-      char* out = static_cast<char*>(args.out) + current.unit.token * args.out_stride;
-#pragma unroll 1
-      for (int chunk = current.unit.first_chunk; chunk < current.unit.end_chunk; ++chunk) {
-        if (current.count > 0 && !pipe.wait(scope)) return false;
-        sum_set<T, kRows>(pipe.set(), current.count, params.ring.vectors, out + params.chunk_begin(chunk),
-                          params.bytes_of(chunk), [&] {
-                            if (current.count > 0) pipe.release();
-                            pipe.load_ahead(current, next);
-                          });
-      }
-    } else {
-      sum_by_loads<T, kRows == 0 ? CombineTuning::kVectorsInFlight : 1>(params, current);
+    bool by_pipe = false;
+    if constexpr (kRows > 0) {
+      by_pipe = kHoldsAll<kRows> || pipe.holds(current);
+      if constexpr (!kHoldsAll<kRows>) pipe.load_ahead(current, next);  // the unit before may not have come this way
+      if (by_pipe && !sum_by_pipe<T>(scope, params, pipe, current, next)) return false;
+    }
+    if constexpr (!kHoldsAll<kRows>) {
+      if (!by_pipe) sum_by_loads<T, kRows == 0 ? CombineTuning::kVectorsInFlight : 1>(params, current);
     }
     pipe.advance(current);
     current = next;
@@ -166,11 +176,15 @@ CombineParams derive(const CombineArgs& args, int num_ranks) {
 
 // The kernel for rows of a type, as many as a set of the ring takes.
 template <typename T>
-auto kernel_for(const CombineRing& ring) {
-  return ring.max_rows == 0   ? combine_kernel<T, 0>
-         : ring.max_rows <= 2 ? combine_kernel<T, 2>
-         : ring.max_rows <= 4 ? combine_kernel<T, 4>
-                              : combine_kernel<T, 16>;
+auto kernel_for(int max_rows) {
+  switch (max_rows) {
+    case 0: return combine_kernel<T, 0>;
+    case 2: return combine_kernel<T, 2>;
+    case 3: return combine_kernel<T, 3>;
+    case 4: return combine_kernel<T, 4>;
+    case 8: return combine_kernel<T, 8>;
+    default: return combine_kernel<T, 16>;
+  }
 }
 
 void check(const DeviceDomain& domain, const CombineArgs& args) {
@@ -201,7 +215,7 @@ void combine(const DeviceDomain& domain, CombineArgs args, Stream stream) {
   const CombineParams params = derive(args, domain.num_ranks);
   const int num_warps = params.ring.num_warps + (args.topk > 0 ? CombineTuning::kWeightWarps : 0);
   with_sum_type(args.type, [&](auto number) {
-    launch(kernel_for<decltype(number)>(params.ring), num_blocks(args), num_warps,
+    launch(kernel_for<decltype(number)>(params.ring.max_rows), num_blocks(args), num_warps,
            CombineShared(params.ring, domain.num_ranks).total, stream, false, "launch of combine", domain, params);
   });
 }
@@ -212,11 +226,8 @@ void prepare_combine() {
     most = std::max(most, CombineShared(CombineTuning::ring(num_rows), layout::kMaxKernelRanks).total);
   for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32}) {
     with_sum_type(type, [&](auto number) {
-      using T = decltype(number);
-      load_kernel(combine_kernel<T, 0>, static_cast<int>(most));
-      load_kernel(combine_kernel<T, 2>, static_cast<int>(most));
-      load_kernel(combine_kernel<T, 4>, static_cast<int>(most));
-      load_kernel(combine_kernel<T, 16>, static_cast<int>(most));
+      for (const int max_rows : {0, 2, 3, 4, 8, 16})
+        load_kernel(kernel_for<decltype(number)>(max_rows), static_cast<int>(most));
     });
   }
 }

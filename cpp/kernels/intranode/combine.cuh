@@ -197,7 +197,7 @@ __device__ void sum_by_loads(const CombineParams& params, const RowList<kPerLane
 
 // C4 with the copy engine: chunks of rows on their way into a warp's sets in shared memory, in the order unit, chunk.
 // The lane that knows a row starts its load.
-template <int kPerLane, int kVectors>
+template <int kPerLane, int kRows>
 class PullPipe {
  public:
   using List = RowList<kPerLane>;
@@ -206,7 +206,7 @@ class PullPipe {
       : params_(params), sets_(sets), barriers_(barriers) {}
 
   // Whether a set has room for a chunk of each of the unit's rows; if not, they do not come this way.
-  __device__ bool holds(const List& list) const { return list.count <= params_.ring.max_rows; }
+  __device__ bool holds(const List& list) const { return list.count <= kRows; }
 
   // Loads as far ahead as there are free sets: the rest of `current`, then `next`.
   __device__ void load_ahead(const List& current, const List& next) {
@@ -224,7 +224,7 @@ class PullPipe {
         ptx::mbarrier_arrive_expect_tx(barrier,
                                        bytes * static_cast<std::uint32_t>(is_next ? next.count : current.count));
       const auto load = [&](int index, const char* row) {
-        ptx::bulk_load(set + index * chunk_bytes(), row + begin, bytes, barrier);
+        ptx::bulk_load(set + index * kRing.chunk_bytes(), row + begin, bytes, barrier);
       };
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
@@ -255,11 +255,11 @@ class PullPipe {
 
  private:
   __device__ int sets_of(const List& list) const { return list.count > 0 && holds(list) ? list.unit.num_chunks() : 0; }
-  __device__ int chunk_bytes() const { return kVectors > 0 ? kVectors * 512 : params_.ring.chunk_bytes(); }
   __device__ char* set_of(unsigned number) const {
-    return sets_ + number % CombineRing::kSets * static_cast<unsigned>(params_.ring.max_rows * chunk_bytes());
+    return sets_ + number % CombineRing::kSets * static_cast<unsigned>(kRing.set_bytes());
   }
 
+  static constexpr CombineRing kRing = CombineTuning::ring(kRows);
   const CombineParams& params_;
   char* sets_;
   std::uint64_t* barriers_;
@@ -267,56 +267,40 @@ class PullPipe {
   int ahead_ = 0;                   // sets loaded, from the first chunk of the current unit
 };
 
-// C4: sums the rows of a set into `bytes` of `out`; `read` is called when all of the set has been read. kRows is the
-// most that there may be, `vectors` what a chunk has for each lane.
+// C4: sums the rows of a set into `bytes` of `out`. All is read before the first is added; `read` is called then.
 template <typename T, int kRows, typename Read>
-__device__ __forceinline__ void sum_set(const char* set, int count, int vectors, char* out, int bytes, Read read) {
-  constexpr int kStep = 32 * 16, kVectors = kRows == 2   ? CombineTuning::kVectors2
-                                            : kRows == 4 ? CombineTuning::kVectors4
-                                                         : CombineTuning::kVectors16;
+__device__ __forceinline__ void sum_set(const char* set, int count, char* out, int bytes, Read read) {
+  constexpr int kStep = 32 * 16, kVectors = CombineTuning::ring(kRows).vectors;
   const int lane_offset = 16 * static_cast<int>(threadIdx.x % 32);
   set += lane_offset, out += lane_offset;
-  const auto vector = [&](int row, int v) {
-    const int chunk_bytes = (kRows == 16 ? vectors : kVectors) * kStep;
-    return *reinterpret_cast<const uint4*>(set + row * chunk_bytes + v * kStep);
-  };
-  if constexpr (kRows == 2) {
-    uint4 rows[2][kVectors];
+  uint4 rows[kRows][kVectors];
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) rows[row][v] = row < count ? vector(row, v) : uint4{0, 0, 0, 0};
-    }
-    read();
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-      if (lane_offset + v * kStep < bytes) ptx::st_weak_16(out + v * kStep, Vector<T>::add_two(rows[0][v], rows[1][v]));
-  } else {
-    constexpr int kGroup = kRows == 4 ? 2 : 4;  // rows whose loads come before their sums
-    float sums[kVectors][Vector<T>::kSize] = {};
-#pragma unroll 1
-    for (int first = 0; first < kRows; first += kGroup) {
-      if (first >= count && first > 0) break;
-      uint4 rows[kGroup][kVectors];
-#pragma unroll
-      for (int row = 0; row < kGroup; ++row) {
-        if (first + row >= count) continue;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          if (kRows == 4 || v < vectors) rows[row][v] = vector(first + row, v);
-      }
-      if (first + kGroup >= count) read();
-#pragma unroll
-      for (int row = 0; row < kGroup; ++row) {
-        if (first + row >= count) continue;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          if (kRows == 4 || v < vectors) Vector<T>::add(sums[v], rows[row][v]);
+      if (row < count) {
+        rows[row][v] = *reinterpret_cast<const uint4*>(set + (row * kVectors + v) * kStep);
+      } else if (kRows == 2) {
+        rows[row][v] = uint4{0, 0, 0, 0};
       }
     }
+  }
+  read();
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-      if (lane_offset + v * kStep < bytes) ptx::st_weak_16(out + v * kStep, Vector<T>::round(sums[v]));
+  for (int v = 0; v < kVectors; ++v) {
+    uint4 sum;
+    if constexpr (kRows == 2) {
+      sum = Vector<T>::add_two(rows[0][v], rows[1][v]);
+    } else {
+      float sums[Vector<T>::kSize] = {};
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        if (row >= count) break;
+        Vector<T>::add(sums, rows[row][v]);
+      }
+      sum = Vector<T>::round(sums);
+    }
+    if (lane_offset + v * kStep < bytes) ptx::st_weak_16(out + v * kStep, sum);
   }
 }
 

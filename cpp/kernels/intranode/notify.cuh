@@ -25,13 +25,18 @@ inline std::size_t notify_dynamic_bytes(int num_experts, int num_ranks) {
          (static_cast<std::size_t>(num_experts) + static_cast<std::size_t>(num_ranks * num_ranks));
 }
 
-// L3: adds the block's counts to the rank's sums. Who adds last posts the total to the expert's owner and clears the
-// sum.
-__device__ __forceinline__ void post_expert_counts(const WaitScope& scope, const NotifyArgs& args, const Owners& owners,
-                                                   const std::uint32_t* expert_counts, int num_blocks) {
+// L3: adds the block's counts to the rank's sums. Who adds last to one clears it and posts the total: rows for a rank
+// to every rank, entries of an expert to its owner.
+__device__ __forceinline__ void post_counts(const WaitScope& scope, const NotifyArgs& args, const Owners& owners,
+                                            const std::uint32_t* block_rows, const std::uint32_t* expert_counts,
+                                            int num_blocks) {
   const layout::ExpertBlocks& experts = owners.blocks;
   constexpr int kThreads = NotifyTuning::kThreads, kBatch = NotifyTuning::kSumsInFlight;
   const DeviceDomain& domain = scope.domain;
+  const int dst = static_cast<int>(threadIdx.x);
+  std::uint64_t* rank_sum = domain.words.rank_sums(scope.mine()) + dst;
+  std::uint64_t rows_before = 0;
+  if (dst < domain.num_ranks) rows_before = ptx::atom_add_relaxed_gpu(rank_sum, layout::arrive_with(block_rows[dst]));
   std::uint64_t* sums = domain.words.expert_sums(scope.mine());
   for (int first = threadIdx.x; first < experts.num_experts; first += kThreads * kBatch) {
     std::uint64_t before[kBatch];
@@ -54,6 +59,14 @@ __device__ __forceinline__ void post_expert_counts(const WaitScope& scope, const
       if (args.num_tokens_per_expert) args.num_tokens_per_expert[e] = static_cast<std::int32_t>(total);
     }
   }
+  if (dst >= domain.num_ranks || layout::arrivals(rows_before) != static_cast<std::uint32_t>(num_blocks - 1)) return;
+  const std::uint32_t total = layout::tagged_count(rows_before) + block_rows[dst];
+#pragma unroll 1
+  for (int peer = 0; peer < domain.num_ranks; ++peer)
+    ptx::st_relaxed_sys(domain.words.rank_words(domain.workspaces[peer], scope.epoch, domain.rank) + dst,
+                        layout::tag_count(scope.epoch, total));
+  *rank_sum = 0;
+  if (args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(total);
 }
 
 // L4: the rows of the blocks before this one, by destination. False: the block must leave.
@@ -77,7 +90,7 @@ __device__ __forceinline__ bool wait_for_lower_blocks(const WaitScope& scope, in
   return ok;
 }
 
-// L6: where each token of the block lies among this rank's rows for each rank, in token order.
+// L5: where each token of the block lies among this rank's rows for each rank, in token order.
 template <typename Route>
 __device__ void write_positions(const NotifyArgs& args, const Route& route, int num_ranks, const TokenRange& range,
                                 NotifyShared& shared) {
@@ -144,19 +157,8 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
     ptx::st_relaxed_gpu(domain.words.block_words(scope.mine(), block) + threadIdx.x,
                         layout::tag_count(scope.epoch, rows));
   }
-  post_expert_counts(scope, args, owners, expert_counts, num_blocks);
+  post_counts(scope, args, owners, shared.block_rows, expert_counts, num_blocks);
   if (!__syncthreads_and(wait_for_lower_blocks(scope, block, shared.first_row))) return;
-
-  // L5: the last block knows this rank's rows for every rank, and tells every rank.
-  if (block == num_blocks - 1) {
-    for (int i = threadIdx.x; i < num_ranks * num_ranks; i += NotifyTuning::kThreads) {
-      const int peer = i / num_ranks, dst = i % num_ranks;
-      const std::uint32_t rows = shared.first_row[dst] + shared.block_rows[dst];
-      ptx::st_relaxed_sys(domain.words.rank_words(domain.workspaces[peer], scope.epoch, rank) + dst,
-                          layout::tag_count(scope.epoch, rows));
-      if (peer == 0 && args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(rows);
-    }
-  }
   write_positions(args, route, num_ranks, range, shared);
 }
 

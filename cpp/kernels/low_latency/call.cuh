@@ -10,12 +10,6 @@
 #include "kernels/tuning.hpp"
 #include "layout/experts.hpp"
 
-#ifdef DM_STAMP
-extern __device__ long long dm_stamps[2][64][24][16];
-#define STAMP(kind, i) do { if (threadIdx.x % 32 == 0 && blockIdx.x < 64) dm_stamps[kind][blockIdx.x][threadIdx.x / 32][i] = clock64(); } while (0)
-#else
-#define STAMP(kind, i)
-#endif
 namespace deep_moe::kernels {
 
 // Addresses of this rank that every warp needs at once, made by the host.
@@ -302,12 +296,15 @@ __device__ __forceinline__ int num_halves(int topk) {
   return kPlain || topk <= kHalf ? 1 : 2;
 }
 
+// What earlier launches have left, or the caller, is loaded past L1: a launch that starts while the one in front of it
+// runs may find there what was true before.
 // An id as it lies in memory; -1 for an entry that there is not. Nothing waits for it before it is used.
 __device__ __forceinline__ std::int64_t raw_id(const TopkIds& ids, std::int64_t token, int k) {
   if (k >= ids.topk) return -1;
   const std::int64_t at = token * ids.row_stride + k;
-  return ids.id_bytes == 8 ? ptx::ld_fresh(static_cast<const std::int64_t*>(ids.data) + at)
-                           : std::int64_t{ptx::ld_fresh(static_cast<const std::int32_t*>(ids.data) + at)};
+  return ids.id_bytes == 8
+             ? static_cast<std::int64_t>(ptx::ld_relaxed_gpu(static_cast<const std::uint64_t*>(ids.data) + at))
+             : std::int64_t{ptx::ld_relaxed_gpu(static_cast<const std::int32_t*>(ids.data) + at)};
 }
 // -1 where it is none.
 __device__ __forceinline__ std::int32_t checked_id(std::int64_t id, int num_experts) {
@@ -343,12 +340,12 @@ __device__ __forceinline__ bool is_repeated(const TopkIds& ids, std::int64_t tok
 __device__ __forceinline__ float merged_weight(const TopkIds& ids, std::int64_t token, int half, std::int32_t id,
                                                const float* weights) {
   const int mine = entry_of_lane(half);
-  float sum = mine < ids.topk ? __fadd_rn(0.0f, ptx::ld_fresh(weights + mine)) : 0.0f;
+  float sum = mine < ids.topk ? __fadd_rn(0.0f, ptx::ld_relaxed_gpu(weights + mine)) : 0.0f;
   const std::uint32_t alike = __match_any_sync(0xffffffffu, id);
   if (id >= 0 && (ids.topk > kHalf || __popc(alike) > 1)) {
 #pragma unroll 1
     for (int k = mine + 1; k < ids.topk; ++k)
-      if (raw_id(ids, token, k) == id) sum = __fadd_rn(sum, ptx::ld_fresh(weights + k));
+      if (raw_id(ids, token, k) == id) sum = __fadd_rn(sum, ptx::ld_relaxed_gpu(weights + k));
   }
   return sum;
 }

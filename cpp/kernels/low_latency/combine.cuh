@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_vectors(const char* row, const LaneTile<Wid
                                              LaneVectors<Width>* vectors) {
 #pragma unroll
   for (int j = 0; j < Width::kVectors; ++j)
-    if (tile.has_vector(j)) vectors->v[j] = ptx::ld_fresh_16(row + tile.vector_offset(j));
+    if (tile.has_vector(j)) vectors->v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
 }
 
 // H2. Rows that this rank holds for half of a token's entries: where this lane's lies and its weight; entries alike have
@@ -90,8 +90,8 @@ struct HeldRow {
   __device__ __forceinline__ void load(const Address& at, int topk, int half) {
     position = -1, weight = 0;
     if (entry_of_lane(half) >= topk) return;
-    position = ptx::ld_fresh(at.position + half * kHalf);
-    if (at.weight != nullptr) weight = ptx::ld_fresh(at.weight + half * kHalf);
+    position = ptx::ld_relaxed_gpu(at.position + half * kHalf);
+    if (at.weight != nullptr) weight = ptx::ld_relaxed_gpu(at.weight + half * kHalf);
   }
   __device__ __forceinline__ std::uint32_t entries() const { return __ballot_sync(0xffffffffu, position >= 0); }
 };
@@ -130,7 +130,7 @@ __device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& para
       LaneVectors<Width> vectors;
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = load_fresh_16_anywhere(row + 32 * 16 * j);
+        if (tile.has_vector(j)) vectors.v[j] = load_16_anywhere(row + 32 * 16 * j);
       take(k, vectors);
     }
     return;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& para
       for (int j = 0; j < Width::kVectors; ++j) {
         if (!tile.has_vector(j)) continue;
         if constexpr (Width::kVectors == 1)
-          vectors[n].v[j] = ptx::ld_fresh_16(row[n] + 32 * 16 * j);
+          vectors[n].v[j] = ptx::ld_weak_16(row[n] + 32 * 16 * j);
         else
           ptx::cp_async_16(&buffer->vectors[n][j][lane_id()], row[n] + 32 * 16 * j);
       }
@@ -193,9 +193,9 @@ struct TokenCounts {
                                args.ids.topk;
   }
   __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, const std::int32_t* address, int num_ranks) {
-    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = ptx::ld_fresh(address);
+    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = ptx::ld_relaxed_gpu(address);
     if (num_ranks > 32 && lane_id() + 32 < num_ranks && (args.call.live_ranks >> (lane_id() + 32) & 1) != 0)
-      count[1] = ptx::ld_fresh(address + 32 * (args.call.max_tokens + 1) * args.ids.topk);
+      count[1] = ptx::ld_relaxed_gpu(address + 32 * (args.call.max_tokens + 1) * args.ids.topk);
   }
   // None of ranks that do not take part.
   __device__ __forceinline__ void leave_out_masked(const LowLatencyRun& run) {

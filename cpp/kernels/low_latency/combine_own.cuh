@@ -22,8 +22,8 @@ struct OwnEntry {
       held.load(at, topk, half);
       id = raw_id(args.ids, token, k);
     } else if (k < topk) {
-      id = ptx::ld_fresh(args.kept_ids + token * topk + k);
-      if (args.by_expert) weight = ptx::ld_fresh(args.kept_weights + token * topk + k);
+      id = ptx::ld_relaxed_gpu(args.kept_ids + token * topk + k);
+      if (args.by_expert) weight = ptx::ld_relaxed_gpu(args.kept_weights + token * topk + k);
     }
   }
 };
@@ -70,7 +70,6 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
   char* const mine = run.my_slot();
   const TopkIds ids = is_whole ? args.ids : TopkIds{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
   const std::uint64_t ranks = ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
-  STAMP(1, 7);
   LaneVectors<Width> result;
   if constexpr (kByExpert) {
     LaneSums<T, Width> sums;
@@ -116,7 +115,6 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
       }
       here = held.rounded();
     }
-    STAMP(1, 8);
     LaneSums<T, Width> sums;
 #pragma unroll 1
     for (std::uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
@@ -131,7 +129,6 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
       if (run.scope.masked != nullptr && !are_there(run.scope, tile, ahead)) continue;  // masked meanwhile
       sums.add(to_vectors(ahead));
     }
-    STAMP(1, 9);
     result = sums.rounded();
   }
   char* out = static_cast<char*>(args.out) + token * args.out_stride;

@@ -140,7 +140,10 @@ __device__ __forceinline__ bool await_ids(const LowLatencyRun& run, int src, int
         return std::uint64_t{found.w};
       },
       [&](std::uint64_t now) {
-        return now == run.tag || (head.w == run.tag && head.x <= static_cast<std::uint32_t>(token));
+        // All words of the header are looked at: the assembler loads none that are not, and one by one what is left.
+        const bool is_header =
+            head.w == run.tag && (head.y | static_cast<std::uint64_t>(head.z) << 32) == run.call.hash;
+        return now == run.tag || (is_header && head.x <= static_cast<std::uint32_t>(token));
       },
       &seen);
   *unit = found;
@@ -366,17 +369,17 @@ struct ReceivedPart {
   __device__ __forceinline__ bool receive(const Receiver<Width::kPlain>& at, TileBuffer* buffer) {
     const LowLatencyDispatchParams& params = at.params;
     const LowLatencyRun& run = at.run;
-    // This block has seen the ids, so that they are there by now.
+    // This block has seen the ids, so that they are there by now; the row is asked for again with them.
     const bool has_ids = lane_id() < params.slot.num_id_units;
-    if (__any_sync(0xffffffffu, has_ids && ids.w != run.tag) && has_ids) {
-      ids = ptx::ld_relaxed_sys_16(ids_unit(at));
+    if (__any_sync(0xffffffffu, has_ids && ids.w != run.tag)) {
+      load(at);
       constexpr std::uint32_t kNone = layout::kNoExpert | layout::kNoExpert << 16;
-      if (ids.w != run.tag) ids = make_uint4(kNone, kNone, kNone, run.tag);  // masked meanwhile
+      if (has_ids && ids.w != run.tag) ids = make_uint4(kNone, kNone, kNone, run.tag);  // masked meanwhile
     }
     const bool is_row = part < params.num_parts;
     bool ok = true, there = false;
     LaneVectors<Width> vectors;
-    const LaneTile<Width> tile(params.num_vectors, part);
+    const LaneTile<Width> tile(at.params.num_vectors, part);
     for_each_half<Width::kPlain>(ids, params.args.ids.topk, [&](int half, std::uint32_t id) {
       const Places places(at, src, token, id);
       if (part == 0) store_places(at, places, src, token, half);

@@ -48,11 +48,11 @@ struct TileInput<AsTheyAre, Width> {
     if (Width::kPlain || params.x_alignment == 16) {
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = ptx::ld_fresh_16(row + tile.vector_offset(j));
+        if (tile.has_vector(j)) vectors.v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
     } else {
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = load_fresh_16_anywhere(row + tile.vector_offset(j));
+        if (tile.has_vector(j)) vectors.v[j] = load_16_anywhere(row + tile.vector_offset(j));
     }
   }
   __device__ __forceinline__ void finish(const LowLatencyDispatchParams&, LaneVectors<Width>* out, uint4*) const {
@@ -206,7 +206,7 @@ class WordSender {
     raw_ = -1, weight_ = 0;
     if (!has_entry_) return;
     raw_ = raw_id(args_.ids, token_, k_);
-    if (args_.with_weights) weight_ = ptx::ld_fresh(args_.topk_weights + token_ * args_.weight_stride + k_);
+    if (args_.with_weights) weight_ = ptx::ld_relaxed_gpu(args_.topk_weights + token_ * args_.weight_stride + k_);
   }
 
   __device__ __forceinline__ void send(const LowLatencyRun& run) const {
