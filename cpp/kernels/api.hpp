@@ -188,8 +188,8 @@ struct LowLatencyCall {
   int num_experts = 0;
   int num_blocks = 0;  // most that may be used: as many SMs, for blocks of one launch may not share one
   bool early = false;  // the launch behind may start when this one does: for a rank that shares its GPU with no other
-  std::uint64_t live_ranks = ~std::uint64_t{0};  // bits of the ranks that take part: nothing goes to the others, nothing
-                                                 // of theirs is waited for or summed
+  std::uint64_t live_ranks = ~std::uint64_t{0};  // bits of the ranks that take part: nothing goes to the others,
+                                                 // nothing of theirs is waited for or summed
 };
 
 // Rows to the experts' ranks, each once a rank, and from there to packed blocks of M * R rows an expert, in the order
