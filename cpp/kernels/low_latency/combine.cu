@@ -128,7 +128,7 @@ __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLaten
 }
 
 template <typename T, class Width, bool kByExpert>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kMostThreads, 1)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
   extern __shared__ __align__(16) char shared_memory[];
@@ -136,7 +136,9 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   __shared__ CombineShared shared;
   const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
   if (threadIdx.x == 0) shared.arrived = shared.failure.claimed = 0;
-  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
+                                touch(&params, params.args.call.staging.bases + domain.num_ranks) +
+                                touch(&params.args.call.staging.slot_bytes, &params + 1);
   asm volatile("" ::"r"(touched));
   __syncthreads();
   if (warp < params.num_carriers)

@@ -31,8 +31,8 @@ struct OwnEntry {
 // Tiles of rows that a peer sends, several asked for at a time: take(n, vectors) gets those of rows 0 to count - 1 in
 // order. Row n lies at address(n). False: leave.
 template <class Width, typename Address, typename Take>
-__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int holder,
-                                           int count, Address address, Take take) {
+__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int holder, int count,
+                                           Address address, Take take) {
   constexpr int kBatch = Width::kVectors == 1 ? LowLatencyTuning::kRowsAwaited : 1;
 #pragma unroll 1
   for (int first = 0; first < count; first += kBatch) {
@@ -69,7 +69,8 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
   const LaneTile<Width> tile(params.num_vectors, part);
   char* const mine = run.my_slot();
   const TopkIds ids = is_whole ? args.ids : TopkIds{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
-  const std::uint64_t ranks = ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
+  const std::uint64_t ranks =
+      ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
   LaneVectors<Width> result;
   if constexpr (kByExpert) {
     LaneSums<T, Width> sums;

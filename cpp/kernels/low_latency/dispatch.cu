@@ -19,8 +19,9 @@ __device__ __forceinline__ void meet(const LowLatencyDispatchParams& params) {
 }
 
 template <bool kPlain>
-__device__ __forceinline__ Receiver<kPlain> receiver_of(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                                                const BitTable<kPlain>& table, const DispatchShared& shared) {
+__device__ __forceinline__ Receiver<kPlain> receiver_of(const LowLatencyRun& run,
+                                                        const LowLatencyDispatchParams& params,
+                                                        const BitTable<kPlain>& table, const DispatchShared& shared) {
   const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
   return {run,
           params,
@@ -69,8 +70,8 @@ __device__ __forceinline__ bool next_chunk(Receiver<kPlain>& at, int thread, int
 // A warp that carries rows.
 template <class Rows, class Width>
 __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
-                                      const BitTable<Width::kPlain>& table, DispatchShared& shared,
-                                      int num_arrivals, TileBuffer* buffer) {
+                                      const BitTable<Width::kPlain>& table, DispatchShared& shared, int num_arrivals,
+                                      TileBuffer* buffer) {
   const Carriers carriers(params.num_carriers);
   const bool sends = params.args.call.half != LowLatencyHalf::kReceive;
   const int num_sends = sends ? static_cast<int>(params.args.num_tokens) * params.num_row_tasks : 0;
@@ -184,7 +185,7 @@ __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLaten
 }
 
 template <class Rows, class Width>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kMostThreads, 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain,
                     const __grid_constant__ LowLatencyDispatchParams params) {
   extern __shared__ __align__(16) char shared_memory[];
@@ -201,7 +202,9 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   table.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   table.clear_before(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   if (threadIdx.x == 0) shared.arrived = shared.failed[0] = shared.failed[1] = shared.failure.claimed = 0;
-  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
+                                touch(&params, params.args.call.staging.bases + domain.num_ranks) +
+                                touch(&params.args.call.staging.slot_bytes, &params + 1);
   asm volatile("" ::"r"(touched));
   __syncthreads();
   const int num_arrivals = params.num_carriers + (blockIdx.x == 0 ? 2 : 1);
@@ -288,8 +291,8 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   const int warps = grid.carriers + LowLatencyTuning::kDispatchOthers;
   const auto start = [&]<auto kKernel>() {
     params.early = args.call.early && fits_twice<kKernel>(warps);
-    launch(kKernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream, true,
-           "launch of low_latency_dispatch", domain, params);
+    launch(kKernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream,
+           true, "launch of low_latency_dispatch", domain, params);
   };
   with_rows(args, [&](auto rows) {
     using Rows = decltype(rows);

@@ -232,8 +232,9 @@ __device__ __forceinline__ void for_each_half(const uint4& unit, int topk, Body 
 }
 // R4. A part of a row into the packed blocks, a copy for each expert, and its scales.
 template <bool kWithScales, class Width>
-__device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, const Places& places, const LaneTile<Width>& tile,
-                                             const LaneVectors<Width>& vectors, const uint4& scales) {
+__device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, const Places& places,
+                                             const LaneTile<Width>& tile, const LaneVectors<Width>& vectors,
+                                             const uint4& scales) {
   const LowLatencyDispatchArgs& args = at.params.args;
   char* const rows = static_cast<char*>(args.recv_x);
   const std::uint32_t row_bytes = static_cast<std::uint32_t>(args.row_bytes);
@@ -253,10 +254,9 @@ __device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, 
                            : static_cast<std::int64_t>(block) * at.expert_rows;
   }
   // (expert * scales + block) * rows + row of the expert
-  const std::int64_t at_scale =
-      kWithScales ? places.position + static_cast<std::int64_t>(places.local) * (at.params.num_scales - 1) *
-                                          at.expert_rows
-                  : 0;
+  const std::int64_t at_scale = kWithScales ? places.position + static_cast<std::int64_t>(places.local) *
+                                                                    (at.params.num_scales - 1) * at.expert_rows
+                                            : 0;
   constexpr int kBatch = 4;
 #pragma unroll 1
   for (std::uint32_t rest = places.copies; rest != 0;) {
@@ -289,8 +289,8 @@ __device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, 
 
 // Scales that a row brought along, from `buffer`.
 template <bool kPlain>
-__device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, const Places& places, const ScaleTile& items,
-                                                 const TileBuffer& buffer) {
+__device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, const Places& places,
+                                                 const ScaleTile& items, const TileBuffer& buffer) {
   const ScaleRows& scales = at.params.args.scales;
 #pragma unroll 1
   for (std::uint32_t rest = places.copies; rest != 0; rest &= rest - 1) {
@@ -309,7 +309,8 @@ __device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, con
 
 // R4. What the combine has to know of a token, and whose rows these are.
 template <bool kPlain>
-__device__ __forceinline__ void store_places(const Receiver<kPlain>& at, const Places& places, int src, int token, int half) {
+__device__ __forceinline__ void store_places(const Receiver<kPlain>& at, const Places& places, int src, int token,
+                                             int half) {
   const LowLatencyDispatchArgs& args = at.params.args;
   const int topk = args.ids.topk, k = entry_of_lane(half);
   if (k < topk) args.recv_pos[(at.item(src, token) + src) * topk + k] = places.position;
@@ -409,8 +410,7 @@ struct ReceivedPart {
  private:
   __device__ __forceinline__ bool await_scale_tile(const Receiver<Width::kPlain>& at, TileBuffer& buffer) const {
     const ScaleRows& own = at.params.args.scales;
-    const LaneTile<Wide> lane(static_cast<int>((own.num_items * own.item_bytes + 15) / 16),
-                              part - at.params.num_parts);
+    const LaneTile<Wide> lane(static_cast<int>((own.num_items * own.item_bytes + 15) / 16), part - at.params.num_parts);
     const char* from = row(at) + at.params.slot.scales_offset;
     LaneUnits<Wide> wide = no_units<Wide>(at.run.tag);
     if (!await_units(at.run.scope, layout::WaitPhase::kUnits, src, from, lane, &wide)) return false;
