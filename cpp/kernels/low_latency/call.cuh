@@ -53,8 +53,8 @@ struct LowLatencyRun {
   const LowLatencyHot& hot;
   std::uint32_t tag;
   int slot;
-  bool may_write;  // the slot of the peers
-  bool failed;     // leave
+  bool may_write;      // the slot of the peers
+  bool failed;         // leave
   std::uint64_t live;  // ranks that take part
 
   __device__ int rank() const { return scope.domain.rank; }
