@@ -59,10 +59,9 @@ struct CombineTuning {
 };
 
 struct LowLatencyTuning {
-  // Warps of a block that carry rows, at most: a block takes half an SM ...
-  static constexpr int kDispatchCarriers = 10, kCombineCarriers = 11;
-  static constexpr int kFewestCarriers = 4;   // ... and where there is little to do
-  static constexpr int kDispatchOthers = 2;   // warps beside them: ids, weights and counts; what is told to peers
+  static constexpr int kDispatchCarriers = 21, kCombineCarriers = 21;  // warps of a block that carry rows, at most ...
+  static constexpr int kFewestCarriers = 4;                            // ... and where there is little to do
+  static constexpr int kDispatchOthers = 2;  // warps beside them: ids, weights and counts; what is told to peers
   static constexpr int kCombineOthers = 1;
   static constexpr int kFewestTasks = 40;     // as many as a grid has warps for, also where this rank has no rows
   static constexpr int kNarrowDispatch = 20;  // most warps of a block with which narrow tasks are quicker

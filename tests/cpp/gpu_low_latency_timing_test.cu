@@ -7,27 +7,6 @@
 using namespace deep_moe;
 using namespace deep_moe::test;
 using kernels::LowLatencyHalf;
-#ifdef DM_STAMP
-extern __device__ long long dm_stamps[2][64][24][16];
-static void print_stamps(const char* name, int T) {
-  static long long s[2][64][24][16];
-  cudaDeviceSynchronize();
-  cudaMemcpyFromSymbol(s, dm_stamps, sizeof s);
-  std::printf("stamps %s T=%d\n", name, T);
-  for (int k = 0; k < 2; ++k)
-    for (int b : {0, 1, 2, 5, 9, 20, 40, 63})
-      for (int w : {0, 1, 2, 3, 4, 5, 6, 10, 15, 19, 20, 21}) {
-        if (s[k][b][w][0] == 0) continue;
-        std::printf("%c b%d w%d:", k ? 'C' : 'D', b, w);
-        for (int i = 0; i < 15; ++i) if (s[k][b][w][i] != 0) std::printf(" %d:%lld", i, s[k][b][w][i] - s[k][b][w][2 - (s[k][b][w][2] == 0) * 2]);
-        std::printf("\n");
-      }
-  std::memset(s, 0, sizeof s);
-  cudaMemcpyToSymbol(dm_stamps, s, sizeof s);
-}
-#else
-static void print_stamps(const char*, int) {}
-#endif
 
 namespace {
 
@@ -167,7 +146,6 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
         }
         const double micros = time_of(ranks, calls, what);
         report(name, R, T, blocks, micros);
-        if (blocks == 64 && weights && what == What::kPair && fp8) print_stamps(name, static_cast<int>(T));
         CHECK_LT(micros, 200);
       }
     }

@@ -270,7 +270,6 @@ inline void run(int num_ranks, const std::function<void(int)>& body) {
         body(r);
       } catch (...) {
         errors[r] = std::current_exception();
-        try { throw; } catch (const std::exception& e) { std::fprintf(stderr, "rank %d: %s\n", r, e.what()); } catch (...) {}
       }
     });
   }

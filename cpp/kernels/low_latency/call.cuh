@@ -10,12 +10,6 @@
 #include "kernels/tuning.hpp"
 #include "layout/experts.hpp"
 
-#ifdef DM_STAMP
-extern __device__ long long dm_stamps[2][64][24][16];
-#define STAMP(kind, i) do { if (threadIdx.x % 32 == 0 && blockIdx.x < 64) dm_stamps[kind][blockIdx.x][threadIdx.x / 32][i] = clock64(); } while (0)
-#else
-#define STAMP(kind, i)
-#endif
 namespace deep_moe::kernels {
 
 // Addresses of this rank that every warp needs at once, made by the host.
@@ -28,8 +22,8 @@ struct LowLatencyHot {
   LowLatencyHot() = default;
   LowLatencyHot(const DeviceDomain& domain, const LowLatencyCall& call)
       : notify(&domain.words.state(domain.workspaces[domain.rank])),
-        state(reinterpret_cast<layout::LowLatencyState*>(
-            domain.words.low_latency_state(domain.workspaces[domain.rank]))),
+        state(
+            reinterpret_cast<layout::LowLatencyState*>(domain.words.low_latency_state(domain.workspaces[domain.rank]))),
         staging(call.staging.bases[domain.rank]) {
     epoch = call.half == LowLatencyHalf::kReceive ? call.epoch : &notify->epoch;
   }
@@ -59,8 +53,8 @@ struct LowLatencyRun {
   const LowLatencyHot& hot;
   std::uint32_t tag;
   int slot;
-  bool may_write;  // the slot of the peers
-  bool failed;     // leave
+  bool may_write;      // the slot of the peers
+  bool failed;         // leave
   std::uint64_t live;  // ranks that take part
 
   __device__ int rank() const { return scope.domain.rank; }
@@ -84,7 +78,8 @@ struct LowLatencyRun {
 // first touched. The warps of a block touch them ahead, each a part: all but addresses of ranks that there are not.
 __device__ __forceinline__ std::uint32_t touch(const void* first, const void* end) {
   constexpr int kLine = 64;
-  const int lines = static_cast<int>((static_cast<const char*>(end) - static_cast<const char*>(first) + kLine - 1) / kLine);
+  const int lines =
+      static_cast<int>((static_cast<const char*>(end) - static_cast<const char*>(first) + kLine - 1) / kLine);
   std::uint32_t sum = 0;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x / 32); i < lines; i += static_cast<int>(blockDim.x / 32))
@@ -94,7 +89,7 @@ __device__ __forceinline__ std::uint32_t touch(const void* first, const void* en
 
 // B1. Every thread, behind griddepcontrol_wait.
 __device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, const LowLatencyCall& call,
-                                                     const LowLatencyHot& hot, WaitFailure* failure) {
+                                                    const LowLatencyHot& hot, WaitFailure* failure) {
   const std::uint64_t word = ptx::ld_relaxed_gpu(hot.epoch);
   const std::uint64_t ready = ptx::ld_relaxed_gpu(&hot.state->ready_epoch);
   const bool failed = ptx::ld_relaxed_gpu(&hot.notify->failed) != 0;
@@ -203,9 +198,8 @@ __device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer,
 
 // H1. One warp of the grid: this rank's header to every peer.
 __device__ __forceinline__ void send_header(const LowLatencyRun& run, std::int64_t num_tokens) {
-  const uint4 header =
-      make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(run.call.hash),
-                 static_cast<std::uint32_t>(run.call.hash >> 32), run.tag);
+  const uint4 header = make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(run.call.hash),
+                                  static_cast<std::uint32_t>(run.call.hash >> 32), run.tag);
 #pragma unroll 1
   for (int peer = lane_id(); peer < run.num_ranks(); peer += 32)
     if (run.is_live(peer)) ptx::st_relaxed_sys_16(run.slot_of(peer) + run.rank() * layout::kUnitBytes, header);
@@ -233,9 +227,9 @@ __device__ __forceinline__ void tell_peers(const LowLatencyRun& run, std::int64_
 #pragma unroll
     for (int i = 0; i < layout::kLowLatencySlots; ++i) ptx::st_relaxed_sys(run.consumed(peer, i, run.rank()), done[i]);
     if (!run.sends()) continue;
-    ptx::st_relaxed_sys(&run.scope.domain.words.announce(run.scope.domain.workspaces[peer], run.scope.epoch, run.rank())
-                             .epoch,
-                        run.scope.epoch);
+    ptx::st_relaxed_sys(
+        &run.scope.domain.words.announce(run.scope.domain.workspaces[peer], run.scope.epoch, run.rank()).epoch,
+        run.scope.epoch);
     ready = ready && (sent == trouble || peer == run.rank() || read >= sent);
   }
   ready = __all_sync(0xffffffffu, ready);
@@ -279,7 +273,8 @@ struct ExpertRanks {
         per_larger(inverse(experts.base + 1)),
         per_smaller(inverse(experts.base > 0 ? experts.base : 1)) {}
   __device__ __forceinline__ int rank_of(std::uint32_t expert) const {
-    return expert < split ? quotient(expert, per_larger) : static_cast<int>(extra) + quotient(expert - split, per_smaller);
+    return expert < split ? quotient(expert, per_larger)
+                          : static_cast<int>(extra) + quotient(expert - split, per_smaller);
   }
 
  private:
@@ -302,12 +297,15 @@ __device__ __forceinline__ int num_halves(int topk) {
   return kPlain || topk <= kHalf ? 1 : 2;
 }
 
+// What earlier launches have left, or the caller, is loaded past L1: a launch that starts while the one in front of it
+// runs may find there what was true before.
 // An id as it lies in memory; -1 for an entry that there is not. Nothing waits for it before it is used.
 __device__ __forceinline__ std::int64_t raw_id(const TopkIds& ids, std::int64_t token, int k) {
   if (k >= ids.topk) return -1;
   const std::int64_t at = token * ids.row_stride + k;
-  return ids.id_bytes == 8 ? ptx::ld_fresh(static_cast<const std::int64_t*>(ids.data) + at)
-                           : std::int64_t{ptx::ld_fresh(static_cast<const std::int32_t*>(ids.data) + at)};
+  return ids.id_bytes == 8
+             ? static_cast<std::int64_t>(ptx::ld_relaxed_gpu(static_cast<const std::uint64_t*>(ids.data) + at))
+             : std::int64_t{ptx::ld_relaxed_gpu(static_cast<const std::int32_t*>(ids.data) + at)};
 }
 // -1 where it is none.
 __device__ __forceinline__ std::int32_t checked_id(std::int64_t id, int num_experts) {
@@ -343,12 +341,12 @@ __device__ __forceinline__ bool is_repeated(const TopkIds& ids, std::int64_t tok
 __device__ __forceinline__ float merged_weight(const TopkIds& ids, std::int64_t token, int half, std::int32_t id,
                                                const float* weights) {
   const int mine = entry_of_lane(half);
-  float sum = mine < ids.topk ? __fadd_rn(0.0f, ptx::ld_fresh(weights + mine)) : 0.0f;
+  float sum = mine < ids.topk ? __fadd_rn(0.0f, ptx::ld_relaxed_gpu(weights + mine)) : 0.0f;
   const std::uint32_t alike = __match_any_sync(0xffffffffu, id);
   if (id >= 0 && (ids.topk > kHalf || __popc(alike) > 1)) {
 #pragma unroll 1
     for (int k = mine + 1; k < ids.topk; ++k)
-      if (raw_id(ids, token, k) == id) sum = __fadd_rn(sum, ptx::ld_fresh(weights + k));
+      if (raw_id(ids, token, k) == id) sum = __fadd_rn(sum, ptx::ld_relaxed_gpu(weights + k));
   }
   return sum;
 }
@@ -360,11 +358,12 @@ __device__ __forceinline__ void for_each_rank(std::uint64_t bits, Body body) {
   for (; bits != 0; bits &= bits - 1) body(__ffsll(static_cast<long long>(bits)) - 1);
 }
 
-// Which warps carry rows, and this one among them: neighbours are in different blocks.
+// Which warps carry rows, and this one among them: neighbours are in the same block as far as it goes, so that parts of
+// a row are, and few pages are looked up by an SM.
 struct Carriers {
   int mine, count;
   __device__ explicit Carriers(int warps_per_block)
-      : mine(static_cast<int>(threadIdx.x / 32 * gridDim.x + blockIdx.x)),
+      : mine(static_cast<int>(blockIdx.x) * warps_per_block + static_cast<int>(threadIdx.x / 32)),
         count(warps_per_block * static_cast<int>(gridDim.x)) {}
   // This warp's first task, if the warp with number `first` has task 0.
   __device__ int task_from(int first) const {

@@ -74,7 +74,7 @@ struct CastInput {
   __device__ __forceinline__ void load(const char* address, int alignment) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
-      vectors[i] = alignment == 16 ? ptx::ld_fresh_16(address + 16 * i) : load_fresh_16_anywhere(address + 16 * i);
+      vectors[i] = alignment == 16 ? ptx::ld_weak_16(address + 16 * i) : load_16_anywhere(address + 16 * i);
   }
   // The bits, as fp32, of the largest magnitude: a NaN is above everything.
   __device__ __forceinline__ std::uint32_t amax_bits() const {

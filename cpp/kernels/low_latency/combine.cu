@@ -5,6 +5,7 @@
 
 #include "kernels/low_latency/combine_own.cuh"
 #include "kernels/low_latency/launch.hpp"
+#include "kernels/ptx/keep.cuh"
 
 namespace deep_moe::kernels {
 namespace {
@@ -59,9 +60,7 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   {
     const std::int32_t* count = TokenCounts::address(args);
     const HeldRow::Address first(args, holds_first ? owner : domain.rank, holds_first ? token : own_token);
-    STAMP(1, 1);
     ptx::griddepcontrol_wait();
-    STAMP(1, 2);
     if (sends) counts.load(args, count, domain.num_ranks);
     if (holds_first)
       own.held.load(first, topk, 0);
@@ -72,11 +71,9 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   if (params.early) ptx::griddepcontrol_launch_dependents();
   bool is_own_loaded = !holds_first;
   bool ok = sends ? await_slot(run) : !run.failed;
-  STAMP(1, 3);
   if (ok && sends) {
     counts.leave_out_masked(run);
     const int most = counts.most();
-    STAMP(1, 4);
     bool is_loaded = holds_first;
 #pragma unroll 1
     for (int task = carriers.mine; ok && token < most;) {
@@ -93,10 +90,8 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
       if (there) ok = send_held<T, Width, kByExpert>(run, params, buffer, held, this_owner, this_token, this_part);
     }
   }
-  STAMP(1, 5);
   Arrival arrival(&shared.arrived, num_arrivals);
   arrival.make(run);
-  STAMP(1, 6);
   if (ok && receives && first_own < num_own) {
     if (!is_own_loaded) own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
 #pragma unroll 1
@@ -112,7 +107,6 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
       ok = receive_own<T, Width, kByExpert>(run, params, buffer, entry, this_token, this_part);
     }
   }
-  STAMP(1, 11);
   arrival.finish(run, ok);
 }
 
@@ -135,17 +129,18 @@ __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLaten
 }
 
 template <typename T, class Width, bool kByExpert>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kMostThreads, 1)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
   extern __shared__ __align__(16) char shared_memory[];
   RowBuffer* const buffers = reinterpret_cast<RowBuffer*>(shared_memory);
   __shared__ CombineShared shared;
-  STAMP(1, 0);
   const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
   if (threadIdx.x == 0) shared.arrived = shared.failure.claimed = 0;
-  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
-  asm volatile("" ::"r"(touched));
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
+                                touch(&params, params.args.call.staging.bases + domain.num_ranks) +
+                                touch(&params.args.call.staging.slot_bytes, &params + 1);
+  ptx::keep(touched);
   __syncthreads();
   if (warp < params.num_carriers)
     carry<T, Width, kByExpert>(domain, params, num_arrivals, shared, &buffers[warp]);

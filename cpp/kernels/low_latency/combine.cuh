@@ -18,12 +18,12 @@ struct LowLatencyCombineParams {
   Divisor by_parts, by_owners;
   std::int64_t row_bytes = 0;
   int num_vectors = 0;  // of a row
-  int num_parts = 1;  // of a row
+  int num_parts = 1;    // of a row
   int x_alignment = 16;
   int out_alignment = 16;
-  int num_carriers = 0;          // warps of a block that carry rows
-  bool is_dense = false;         // expert blocks follow each other without a gap
-  bool early = false;            // the next launch may start at once
+  int num_carriers = 0;   // warps of a block that carry rows
+  bool is_dense = false;  // expert blocks follow each other without a gap
+  bool early = false;     // the next launch may start at once
 };
 
 // Sums of what a lane has of a tile.
@@ -62,11 +62,11 @@ __device__ __forceinline__ void load_vectors(const char* row, const LaneTile<Wid
                                              LaneVectors<Width>* vectors) {
 #pragma unroll
   for (int j = 0; j < Width::kVectors; ++j)
-    if (tile.has_vector(j)) vectors->v[j] = ptx::ld_fresh_16(row + tile.vector_offset(j));
+    if (tile.has_vector(j)) vectors->v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
 }
 
-// H2. Rows that this rank holds for half of a token's entries: where this lane's lies and its weight; entries alike have
-// one row, at the first of them, with the sum of their weights.
+// H2. Rows that this rank holds for half of a token's entries: where this lane's lies and its weight; entries alike
+// have one row, at the first of them, with the sum of their weights.
 struct HeldRow {
   std::int32_t position = -1;
   float weight = 0;  // where the dispatch has brought it
@@ -81,17 +81,18 @@ struct HeldRow {
       const std::uint32_t topk = static_cast<std::uint32_t>(args.ids.topk);
       position = args.recv_pos + (static_cast<std::uint64_t>(item + static_cast<std::uint32_t>(owner)) * topk +
                                   static_cast<std::uint32_t>(lane_id()));
-      weight = args.by_expert || args.recv_weights == nullptr
-                   ? nullptr
-                   : args.recv_weights + (static_cast<std::uint64_t>(item) * topk + static_cast<std::uint32_t>(lane_id()));
+      weight =
+          args.by_expert || args.recv_weights == nullptr
+              ? nullptr
+              : args.recv_weights + (static_cast<std::uint64_t>(item) * topk + static_cast<std::uint32_t>(lane_id()));
     }
   };
   // Nothing that is loaded is waited for.
   __device__ __forceinline__ void load(const Address& at, int topk, int half) {
     position = -1, weight = 0;
     if (entry_of_lane(half) >= topk) return;
-    position = ptx::ld_fresh(at.position + half * kHalf);
-    if (at.weight != nullptr) weight = ptx::ld_fresh(at.weight + half * kHalf);
+    position = ptx::ld_relaxed_gpu(at.position + half * kHalf);
+    if (at.weight != nullptr) weight = ptx::ld_relaxed_gpu(at.weight + half * kHalf);
   }
   __device__ __forceinline__ std::uint32_t entries() const { return __ballot_sync(0xffffffffu, position >= 0); }
 };
@@ -130,7 +131,7 @@ __device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& para
       LaneVectors<Width> vectors;
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = load_fresh_16_anywhere(row + 32 * 16 * j);
+        if (tile.has_vector(j)) vectors.v[j] = load_16_anywhere(row + 32 * 16 * j);
       take(k, vectors);
     }
     return;
@@ -153,7 +154,7 @@ __device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& para
       for (int j = 0; j < Width::kVectors; ++j) {
         if (!tile.has_vector(j)) continue;
         if constexpr (Width::kVectors == 1)
-          vectors[n].v[j] = ptx::ld_fresh_16(row[n] + 32 * 16 * j);
+          vectors[n].v[j] = ptx::ld_weak_16(row[n] + 32 * 16 * j);
         else
           ptx::cp_async_16(&buffer->vectors[n][j][lane_id()], row[n] + 32 * 16 * j);
       }
@@ -175,13 +176,12 @@ __device__ __forceinline__ void for_each_row(const LowLatencyCombineParams& para
 
 // Adds what a lane has of a tile of a token's rows here, weighted, in the order of the entries.
 template <typename T, class Width>
-__device__ __forceinline__ void add_held(const LowLatencyCombineParams& params, RowBuffer* buffer,
-                                         const HeldRow& held, std::uint32_t entries, int num_ranks, const LaneTile<Width>& tile,
+__device__ __forceinline__ void add_held(const LowLatencyCombineParams& params, RowBuffer* buffer, const HeldRow& held,
+                                         std::uint32_t entries, int num_ranks, const LaneTile<Width>& tile,
                                          LaneSums<T, Width>* sums) {
-  for_each_row(params, buffer, row_offset(params, held.position, num_ranks), entries, tile,
-               [&](int k, const LaneVectors<Width>& vectors) {
-                 sums->add(__shfl_sync(0xffffffffu, held.weight, k), vectors);
-               });
+  for_each_row(
+      params, buffer, row_offset(params, held.position, num_ranks), entries, tile,
+      [&](int k, const LaneVectors<Width>& vectors) { sums->add(__shfl_sync(0xffffffffu, held.weight, k), vectors); });
 }
 
 // Tokens of each owner, as the dispatch has left them: of rank r and r + 32 in lane r.
@@ -189,13 +189,13 @@ struct TokenCounts {
   std::int32_t count[2] = {};
 
   __device__ __forceinline__ static const std::int32_t* address(const LowLatencyCombineArgs& args) {
-    return args.recv_pos + (static_cast<std::int64_t>(lane_id()) * (args.call.max_tokens + 1) + args.call.max_tokens) *
-                               args.ids.topk;
+    return args.recv_pos +
+           (static_cast<std::int64_t>(lane_id()) * (args.call.max_tokens + 1) + args.call.max_tokens) * args.ids.topk;
   }
   __device__ __forceinline__ void load(const LowLatencyCombineArgs& args, const std::int32_t* address, int num_ranks) {
-    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = ptx::ld_fresh(address);
+    if (lane_id() < num_ranks && (args.call.live_ranks >> lane_id() & 1) != 0) count[0] = ptx::ld_relaxed_gpu(address);
     if (num_ranks > 32 && lane_id() + 32 < num_ranks && (args.call.live_ranks >> (lane_id() + 32) & 1) != 0)
-      count[1] = ptx::ld_fresh(address + 32 * (args.call.max_tokens + 1) * args.ids.topk);
+      count[1] = ptx::ld_relaxed_gpu(address + 32 * (args.call.max_tokens + 1) * args.ids.topk);
   }
   // None of ranks that do not take part.
   __device__ __forceinline__ void leave_out_masked(const LowLatencyRun& run) {

@@ -22,8 +22,8 @@ struct OwnEntry {
       held.load(at, topk, half);
       id = raw_id(args.ids, token, k);
     } else if (k < topk) {
-      id = ptx::ld_fresh(args.kept_ids + token * topk + k);
-      if (args.by_expert) weight = ptx::ld_fresh(args.kept_weights + token * topk + k);
+      id = ptx::ld_relaxed_gpu(args.kept_ids + token * topk + k);
+      if (args.by_expert) weight = ptx::ld_relaxed_gpu(args.kept_weights + token * topk + k);
     }
   }
 };
@@ -31,8 +31,8 @@ struct OwnEntry {
 // Tiles of rows that a peer sends, several asked for at a time: take(n, vectors) gets those of rows 0 to count - 1 in
 // order. Row n lies at address(n). False: leave.
 template <class Width, typename Address, typename Take>
-__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int holder,
-                                           int count, Address address, Take take) {
+__device__ __forceinline__ bool take_tiles(const WaitScope& scope, const LaneTile<Width>& tile, int holder, int count,
+                                           Address address, Take take) {
   constexpr int kBatch = Width::kVectors == 1 ? LowLatencyTuning::kRowsAwaited : 1;
 #pragma unroll 1
   for (int first = 0; first < count; first += kBatch) {
@@ -69,8 +69,8 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
   const LaneTile<Width> tile(params.num_vectors, part);
   char* const mine = run.my_slot();
   const TopkIds ids = is_whole ? args.ids : TopkIds{args.kept_ids, 4, topk, args.ids.num_tokens, topk};
-  const std::uint64_t ranks = ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
-  STAMP(1, 7);
+  const std::uint64_t ranks =
+      ranks_of<Width::kPlain>(run, ids, token, checked_id(own.id, num_experts), params.expert_ranks);
   LaneVectors<Width> result;
   if constexpr (kByExpert) {
     LaneSums<T, Width> sums;
@@ -116,7 +116,6 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
       }
       here = held.rounded();
     }
-    STAMP(1, 8);
     LaneSums<T, Width> sums;
 #pragma unroll 1
     for (std::uint64_t rest = ranks; rest != 0; rest &= rest - 1) {
@@ -131,7 +130,6 @@ __device__ __forceinline__ bool receive_own(const LowLatencyRun& run, const LowL
       if (run.scope.masked != nullptr && !are_there(run.scope, tile, ahead)) continue;  // masked meanwhile
       sums.add(to_vectors(ahead));
     }
-    STAMP(1, 9);
     result = sums.rounded();
   }
   char* out = static_cast<char*>(args.out) + token * args.out_stride;

@@ -6,10 +6,8 @@
 #include "kernels/low_latency/dispatch_receive.cuh"
 #include "kernels/low_latency/launch.hpp"
 #include "kernels/ptx/barrier.cuh"
+#include "kernels/ptx/keep.cuh"
 
-#ifdef DM_STAMP
-__device__ long long dm_stamps[2][64][24][16];
-#endif
 namespace deep_moe::kernels {
 namespace {
 
@@ -22,8 +20,9 @@ __device__ __forceinline__ void meet(const LowLatencyDispatchParams& params) {
 }
 
 template <bool kPlain>
-__device__ __forceinline__ Receiver<kPlain> receiver_of(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
-                                                const BitTable<kPlain>& table, const DispatchShared& shared) {
+__device__ __forceinline__ Receiver<kPlain> receiver_of(const LowLatencyRun& run,
+                                                        const LowLatencyDispatchParams& params,
+                                                        const BitTable<kPlain>& table, const DispatchShared& shared) {
   const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
   return {run,
           params,
@@ -48,9 +47,7 @@ __device__ __forceinline__ bool fill_table(const Receiver<kPlain>& at, DispatchS
       ok = gather_ids(at, first, end, 32 * params.num_carriers - 1 - static_cast<int>(threadIdx.x),
                       32 * params.num_carriers);
     if (!ok) shared.failed[i] = 1;
-    STAMP(0, 7);
     meet(params);
-    STAMP(0, 8);
     if (shared.failed[i] != 0) return false;
     if (shared.most_tokens <= end) return true;
     first = end, end = shared.most_tokens;
@@ -74,33 +71,28 @@ __device__ __forceinline__ bool next_chunk(Receiver<kPlain>& at, int thread, int
 // A warp that carries rows.
 template <class Rows, class Width>
 __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
-                                      const BitTable<Width::kPlain>& table, DispatchShared& shared,
-                                      int num_arrivals, TileBuffer* buffer) {
+                                      const BitTable<Width::kPlain>& table, DispatchShared& shared, int num_arrivals,
+                                      TileBuffer* buffer) {
   const Carriers carriers(params.num_carriers);
   const bool sends = params.args.call.half != LowLatencyHalf::kReceive;
   const int num_sends = sends ? static_cast<int>(params.args.num_tokens) * params.num_row_tasks : 0;
+  const int first_task = carriers.task_from(num_sends);
   SentPart<Rows, Width> sent;
-  STAMP(0, 1);
   ptx::griddepcontrol_wait();
-  STAMP(0, 2);
   if (carriers.mine < num_sends) sent.load(params, carriers.mine);
   LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
   if (params.early) ptx::griddepcontrol_launch_dependents();
   bool ok = carriers.mine < num_sends ? await_slot(run) : !run.failed;
-  STAMP(0, 3);
 #pragma unroll 1
   for (int task = carriers.mine; ok && task < num_sends; task += carriers.count) {
     if (task != carriers.mine) sent.load(params, task);
-    STAMP(0, 4);
     sent.send(run, params, buffer);
   }
   Arrival arrival(&shared.arrived, num_arrivals);
-  STAMP(0, 5);
   arrival.make(run);
   if (!run.receives()) return arrival.finish(run, ok);
 
   auto at = receiver_of(run, params, table, shared);
-  const int first_task = carriers.task_from(num_sends);
   ReceivedPart<Rows, Width> part;
   const auto set = [&](int task) {
     std::uint32_t part_of_row, source;
@@ -111,23 +103,17 @@ __device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLaten
   set(first_task);
   if (ok && part.token < params.args.num_tokens) part.load(at);
   int round = 0;
-  STAMP(0, 6);
   do {
     ok = fill_table(at, shared, true, ok);
-    STAMP(0, 9);
     if (!ok) break;
-    STAMP(0, 10);
 #pragma unroll 1
     for (int task = first_task; ok; task += carriers.count) {
       if (task != first_task || round > 0) set(task);
       if (part.token >= shared.most_tokens) break;
-      if (part.token >= static_cast<int>(shared.num_tokens[part.src]) ||
-          !at.in_chunk(part.src, part.token))
-        continue;
+      if (part.token >= static_cast<int>(shared.num_tokens[part.src]) || !at.in_chunk(part.src, part.token)) continue;
       if (task != first_task || round > 0) part.load(at);
       ok = part.receive(at, buffer);
     }
-    STAMP(0, 11);
     ++round;
   } while (next_chunk(at, static_cast<int>(threadIdx.x), 32 * (params.num_carriers + 1)));
   arrival.finish(run, ok);
@@ -159,7 +145,6 @@ __device__ __forceinline__ void write_words(const DeviceDomain& domain, const Lo
       words.send(run);
     }
   }
-  STAMP(0, 12);
   Arrival arrival(&shared.arrived, num_arrivals);
   arrival.make(run);
   if (!run.receives()) return arrival.finish(run, ok);
@@ -178,9 +163,7 @@ __device__ __forceinline__ void write_words(const DeviceDomain& domain, const Lo
   do {
     ok = fill_table(at, shared, false, ok);
     if (!ok) break;
-    STAMP(0, 13);
     count_rows(at);
-    STAMP(0, 14);
   } while (next_chunk(at, static_cast<int>(threadIdx.x), 32 * (params.num_carriers + 1)));
   arrival.finish(run, ok);
 }
@@ -203,13 +186,12 @@ __device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLaten
 }
 
 template <class Rows, class Width>
-__global__ void __launch_bounds__(kMostThreads, 2)
+__global__ void __launch_bounds__(kMostThreads, 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain,
                     const __grid_constant__ LowLatencyDispatchParams params) {
   extern __shared__ __align__(16) char shared_memory[];
   __shared__ DispatchShared shared;
   __shared__ ManyEntries entries;
-  STAMP(0, 0);
   const int warp = static_cast<int>(threadIdx.x / 32);
   TileBuffer* buffer = nullptr;
   if constexpr (!kCasts<Rows>) {
@@ -221,8 +203,10 @@ __global__ void __launch_bounds__(kMostThreads, 2)
   table.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   table.clear_before(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   if (threadIdx.x == 0) shared.arrived = shared.failed[0] = shared.failed[1] = shared.failure.claimed = 0;
-  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) + touch(&params, params.args.call.staging.bases + domain.num_ranks) + touch(&params.args.call.staging.slot_bytes, &params + 1);
-  asm volatile("" ::"r"(touched));
+  const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
+                                touch(&params, params.args.call.staging.bases + domain.num_ranks) +
+                                touch(&params.args.call.staging.slot_bytes, &params + 1);
+  ptx::keep(touched);
   __syncthreads();
   const int num_arrivals = params.num_carriers + (blockIdx.x == 0 ? 2 : 1);
   if (warp < params.num_carriers)
@@ -308,8 +292,8 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   const int warps = grid.carriers + LowLatencyTuning::kDispatchOthers;
   const auto start = [&]<auto kKernel>() {
     params.early = args.call.early && fits_twice<kKernel>(warps);
-    launch(kKernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream, true,
-           "launch of low_latency_dispatch", domain, params);
+    launch(kKernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream,
+           true, "launch of low_latency_dispatch", domain, params);
   };
   with_rows(args, [&](auto rows) {
     using Rows = decltype(rows);

@@ -140,7 +140,10 @@ __device__ __forceinline__ bool await_ids(const LowLatencyRun& run, int src, int
         return std::uint64_t{found.w};
       },
       [&](std::uint64_t now) {
-        return now == run.tag || (head.w == run.tag && head.x <= static_cast<std::uint32_t>(token));
+        // All words of the header are looked at: the assembler loads none that are not, and one by one what is left.
+        const bool is_header =
+            head.w == run.tag && (head.y | static_cast<std::uint64_t>(head.z) << 32) == run.call.hash;
+        return now == run.tag || (is_header && head.x <= static_cast<std::uint32_t>(token));
       },
       &seen);
   *unit = found;
@@ -229,8 +232,9 @@ __device__ __forceinline__ void for_each_half(const uint4& unit, int topk, Body 
 }
 // R4. A part of a row into the packed blocks, a copy for each expert, and its scales.
 template <bool kWithScales, class Width>
-__device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, const Places& places, const LaneTile<Width>& tile,
-                                             const LaneVectors<Width>& vectors, const uint4& scales) {
+__device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, const Places& places,
+                                             const LaneTile<Width>& tile, const LaneVectors<Width>& vectors,
+                                             const uint4& scales) {
   const LowLatencyDispatchArgs& args = at.params.args;
   char* const rows = static_cast<char*>(args.recv_x);
   const std::uint32_t row_bytes = static_cast<std::uint32_t>(args.row_bytes);
@@ -250,10 +254,9 @@ __device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, 
                            : static_cast<std::int64_t>(block) * at.expert_rows;
   }
   // (expert * scales + block) * rows + row of the expert
-  const std::int64_t at_scale =
-      kWithScales ? places.position + static_cast<std::int64_t>(places.local) * (at.params.num_scales - 1) *
-                                          at.expert_rows
-                  : 0;
+  const std::int64_t at_scale = kWithScales ? places.position + static_cast<std::int64_t>(places.local) *
+                                                                    (at.params.num_scales - 1) * at.expert_rows
+                                            : 0;
   constexpr int kBatch = 4;
 #pragma unroll 1
   for (std::uint32_t rest = places.copies; rest != 0;) {
@@ -286,8 +289,8 @@ __device__ __forceinline__ void store_copies(const Receiver<Width::kPlain>& at, 
 
 // Scales that a row brought along, from `buffer`.
 template <bool kPlain>
-__device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, const Places& places, const ScaleTile& items,
-                                                 const TileBuffer& buffer) {
+__device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, const Places& places,
+                                                 const ScaleTile& items, const TileBuffer& buffer) {
   const ScaleRows& scales = at.params.args.scales;
 #pragma unroll 1
   for (std::uint32_t rest = places.copies; rest != 0; rest &= rest - 1) {
@@ -306,7 +309,8 @@ __device__ __forceinline__ void store_scale_tile(const Receiver<kPlain>& at, con
 
 // R4. What the combine has to know of a token, and whose rows these are.
 template <bool kPlain>
-__device__ __forceinline__ void store_places(const Receiver<kPlain>& at, const Places& places, int src, int token, int half) {
+__device__ __forceinline__ void store_places(const Receiver<kPlain>& at, const Places& places, int src, int token,
+                                             int half) {
   const LowLatencyDispatchArgs& args = at.params.args;
   const int topk = args.ids.topk, k = entry_of_lane(half);
   if (k < topk) args.recv_pos[(at.item(src, token) + src) * topk + k] = places.position;
@@ -366,17 +370,17 @@ struct ReceivedPart {
   __device__ __forceinline__ bool receive(const Receiver<Width::kPlain>& at, TileBuffer* buffer) {
     const LowLatencyDispatchParams& params = at.params;
     const LowLatencyRun& run = at.run;
-    // This block has seen the ids, so that they are there by now.
+    // This block has seen the ids, so that they are there by now; the row is asked for again with them.
     const bool has_ids = lane_id() < params.slot.num_id_units;
-    if (__any_sync(0xffffffffu, has_ids && ids.w != run.tag) && has_ids) {
-      ids = ptx::ld_relaxed_sys_16(ids_unit(at));
+    if (__any_sync(0xffffffffu, has_ids && ids.w != run.tag)) {
+      load(at);
       constexpr std::uint32_t kNone = layout::kNoExpert | layout::kNoExpert << 16;
-      if (ids.w != run.tag) ids = make_uint4(kNone, kNone, kNone, run.tag);  // masked meanwhile
+      if (has_ids && ids.w != run.tag) ids = make_uint4(kNone, kNone, kNone, run.tag);  // masked meanwhile
     }
     const bool is_row = part < params.num_parts;
     bool ok = true, there = false;
     LaneVectors<Width> vectors;
-    const LaneTile<Width> tile(params.num_vectors, part);
+    const LaneTile<Width> tile(at.params.num_vectors, part);
     for_each_half<Width::kPlain>(ids, params.args.ids.topk, [&](int half, std::uint32_t id) {
       const Places places(at, src, token, id);
       if (part == 0) store_places(at, places, src, token, half);
@@ -406,8 +410,7 @@ struct ReceivedPart {
  private:
   __device__ __forceinline__ bool await_scale_tile(const Receiver<Width::kPlain>& at, TileBuffer& buffer) const {
     const ScaleRows& own = at.params.args.scales;
-    const LaneTile<Wide> lane(static_cast<int>((own.num_items * own.item_bytes + 15) / 16),
-                              part - at.params.num_parts);
+    const LaneTile<Wide> lane(static_cast<int>((own.num_items * own.item_bytes + 15) / 16), part - at.params.num_parts);
     const char* from = row(at) + at.params.slot.scales_offset;
     LaneUnits<Wide> wide = no_units<Wide>(at.run.tag);
     if (!await_units(at.run.scope, layout::WaitPhase::kUnits, src, from, lane, &wide)) return false;

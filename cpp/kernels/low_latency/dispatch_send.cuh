@@ -48,11 +48,11 @@ struct TileInput<AsTheyAre, Width> {
     if (Width::kPlain || params.x_alignment == 16) {
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = ptx::ld_fresh_16(row + tile.vector_offset(j));
+        if (tile.has_vector(j)) vectors.v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
     } else {
 #pragma unroll
       for (int j = 0; j < Width::kVectors; ++j)
-        if (tile.has_vector(j)) vectors.v[j] = load_fresh_16_anywhere(row + tile.vector_offset(j));
+        if (tile.has_vector(j)) vectors.v[j] = load_16_anywhere(row + tile.vector_offset(j));
     }
   }
   __device__ __forceinline__ void finish(const LowLatencyDispatchParams&, LaneVectors<Width>* out, uint4*) const {
@@ -158,13 +158,12 @@ struct SentPart {
   // S3. To every rank of the token's experts, this rank too.
   __device__ __forceinline__ void send(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
                                        TileBuffer* buffer) const {
-    const std::uint64_t ranks = ranks_of<Width::kPlain>(run, params.args.ids, token, checked_id(raw, run.call.num_experts),
-                                                  params.expert_ranks);
+    const std::uint64_t ranks = ranks_of<Width::kPlain>(run, params.args.ids, token,
+                                                        checked_id(raw, run.call.num_experts), params.expert_ranks);
     if (ranks == 0) return;
     const layout::LowLatencyDispatchSlot& slot = params.slot;
     if constexpr (!kCasts<Rows>) {
-      if (part >= params.num_parts)
-        return send_scale_tile(run, params, token, part - params.num_parts, ranks, *buffer);
+      if (part >= params.num_parts) return send_scale_tile(run, params, token, part - params.num_parts, ranks, *buffer);
     }
     const LaneTile<Width> tile(params.num_vectors, part);
     LaneVectors<Width> vectors;
@@ -176,7 +175,8 @@ struct SentPart {
       tile.store_units(row, units);
       if constexpr (kCasts<Rows>) {
         if (tile.has_scale_unit())
-          ptx::st_relaxed_sys_16(row + scale_unit_offset(slot, tile), make_uint4(scales.x, scales.y, scales.z, run.tag));
+          ptx::st_relaxed_sys_16(row + scale_unit_offset(slot, tile),
+                                 make_uint4(scales.x, scales.y, scales.z, run.tag));
       }
     });
   }
@@ -206,7 +206,7 @@ class WordSender {
     raw_ = -1, weight_ = 0;
     if (!has_entry_) return;
     raw_ = raw_id(args_.ids, token_, k_);
-    if (args_.with_weights) weight_ = ptx::ld_fresh(args_.topk_weights + token_ * args_.weight_stride + k_);
+    if (args_.with_weights) weight_ = ptx::ld_relaxed_gpu(args_.topk_weights + token_ * args_.weight_stride + k_);
   }
 
   __device__ __forceinline__ void send(const LowLatencyRun& run) const {
@@ -305,12 +305,10 @@ static __device__ __noinline__ void send_many_words(const LowLatencyRun& run, co
   const std::uint64_t ranks = ranks_of<false>(run, args.ids, token, id, params.expert_ranks);
   if (lane_id() < slot.num_weight_units) {
     const float* at = entries.weights + layout::kFloatsPerUnit * lane_id();
-    const uint4 unit =
-        make_uint4(__float_as_uint(at[0]), __float_as_uint(at[1]), __float_as_uint(at[2]), run.tag);
+    const uint4 unit = make_uint4(__float_as_uint(at[0]), __float_as_uint(at[1]), __float_as_uint(at[2]), run.tag);
     for_each_rank(ranks, [&](int dst) {
-      ptx::st_relaxed_sys_16(slot.row(run.slot_of(dst), run.rank(), token) + slot.weights_offset +
-                                 lane_id() * layout::kUnitBytes,
-                             unit);
+      ptx::st_relaxed_sys_16(
+          slot.row(run.slot_of(dst), run.rank(), token) + slot.weights_offset + lane_id() * layout::kUnitBytes, unit);
     });
   }
   __syncwarp();

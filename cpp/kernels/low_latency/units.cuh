@@ -13,8 +13,8 @@ __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x %
 
 // How a warp covers a tile. Wide: a lane has all its vectors and units, which takes the fewest instructions in all.
 // Narrow: four lanes stand for one, lane q of a quad for its vector q and its unit q, and the warp covers a quarter of
-// the tile, which takes the fewest instructions a warp. The bytes that travel are the same. Both are for what is common;
-// General, wide too, is for all calls.
+// the tile, which takes the fewest instructions a warp. The bytes that travel are the same. Both are for what is
+// common; General, wide too, is for all calls.
 struct Wide {
   static constexpr int kVectors = layout::kLaneVectors, kUnits = layout::kLaneUnits;
   static constexpr int kParts = 1;      // of a tile

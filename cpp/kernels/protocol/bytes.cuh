@@ -59,11 +59,11 @@ __device__ __forceinline__ void store_16(void* address, const uint4& bits, int a
 
 // 16 bytes at any address, without a function call. Reads the aligned 16 bytes in which they begin and those in which
 // they end.
-__device__ __forceinline__ uint4 load_fresh_16_anywhere(const char* address) {
+__device__ __forceinline__ uint4 load_16_anywhere(const char* address) {
   const std::uint64_t at = reinterpret_cast<std::uint64_t>(address);
   const int shift = static_cast<int>(at % 16);
-  const uint4 low = ptx::ld_fresh_16(reinterpret_cast<const void*>(at - at % 16));
-  const uint4 high = ptx::ld_fresh_16(reinterpret_cast<const void*>((at + 15) / 16 * 16));
+  const uint4 low = ptx::ld_weak_16(reinterpret_cast<const void*>(at - at % 16));
+  const uint4 high = ptx::ld_weak_16(reinterpret_cast<const void*>((at + 15) / 16 * 16));
   std::uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int i = 0; i < 6; ++i)
@@ -93,13 +93,13 @@ __device__ __forceinline__ std::uint64_t load_item(const char* address, int byte
   }
 }
 
-// The same, never from L1 (memory.cuh).
+// The same, past L1.
 __device__ __forceinline__ std::uint64_t load_fresh_item(const char* address, int bytes) {
   switch (bytes) {
-    case 8: return ptx::ld_fresh(reinterpret_cast<const std::uint64_t*>(address));
-    case 4: return ptx::ld_fresh(reinterpret_cast<const std::uint32_t*>(address));
-    case 2: return ptx::ld_fresh(reinterpret_cast<const std::uint16_t*>(address));
-    default: return ptx::ld_fresh(reinterpret_cast<const std::uint8_t*>(address));
+    case 8: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint64_t*>(address));
+    case 4: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint32_t*>(address));
+    case 2: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint16_t*>(address));
+    default: return ptx::ld_relaxed_gpu(reinterpret_cast<const std::uint8_t*>(address));
   }
 }
 

@@ -18,6 +18,30 @@ __device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint32_t* add
   return value;
 }
 
+__device__ __forceinline__ std::int32_t ld_relaxed_gpu(const std::int32_t* address) {
+  std::int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float ld_relaxed_gpu(const float* address) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint16_t* address) {
+  std::uint16_t value;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t ld_relaxed_gpu(const std::uint8_t* address) {
+  std::uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u8 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ std::uint64_t ld_relaxed_sys(const std::uint64_t* address) {
   std::uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -92,46 +116,6 @@ __device__ __forceinline__ uint4 ld_weak_16(const void* address) {
   return value;
 }
 
-// The same, but never what an earlier launch has left in L1: a launch that starts while the one in front of it runs, or
-// right behind it, may find that there. Of any size that a load has.
-__device__ __forceinline__ uint4 ld_fresh_16(const void* address) {
-  uint4 value;
-  asm("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(address)
-      : "memory");
-  return value;
-}
-__device__ __forceinline__ std::uint64_t ld_fresh(const std::uint64_t* address) {
-  std::uint64_t value;
-  asm("ld.global.cg.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ std::uint32_t ld_fresh(const std::uint32_t* address) {
-  std::uint32_t value;
-  asm("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ std::uint16_t ld_fresh(const std::uint16_t* address) {
-  std::uint16_t value;
-  asm("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");
-  return value;
-}
-__device__ __forceinline__ std::uint8_t ld_fresh(const std::uint8_t* address) {
-  std::uint32_t value;
-  asm("ld.global.cg.u8 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return static_cast<std::uint8_t>(value);
-}
-__device__ __forceinline__ std::int64_t ld_fresh(const std::int64_t* address) {
-  return static_cast<std::int64_t>(ld_fresh(reinterpret_cast<const std::uint64_t*>(address)));
-}
-__device__ __forceinline__ std::int32_t ld_fresh(const std::int32_t* address) {
-  return static_cast<std::int32_t>(ld_fresh(reinterpret_cast<const std::uint32_t*>(address)));
-}
-__device__ __forceinline__ float ld_fresh(const float* address) {
-  return __uint_as_float(ld_fresh(reinterpret_cast<const std::uint32_t*>(address)));
-}
-
 __device__ __forceinline__ void st_weak_16(void* address, const uint4& value) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
@@ -141,10 +125,10 @@ __device__ __forceinline__ void st_weak_16(void* address, const uint4& value) {
 // 16 bytes from global to shared memory, past the registers; there for the thread that has asked for it, after
 // cp_async_wait_all.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(global)
+      : "memory");
 }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
