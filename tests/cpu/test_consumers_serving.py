@@ -29,7 +29,7 @@ CASE = Case("consumer", (12, 9), hidden=512, experts=8, topk=4)
 GIVEN = CASE.inputs()
 
 
-def inputs_of(buffer: deep_moe.Buffer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs_of(buffer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's rows, ids and weights, on the Buffer's device."""
     mine = GIVEN.x[buffer.rank], GIVEN.topk_idx[buffer.rank], GIVEN.topk_weights[buffer.rank]
     x, idx, weights = (where(buffer, one) for one in mine)
