@@ -163,9 +163,10 @@ class Sums {
             const std::int32_t position = rows_.counts().layout[r].position[t * R + holder];
             if (position < 0 || (!shape_.node_of.empty() && shape_.node_of[holder] != node)) continue;
             const std::int64_t row = rows_.counts().first(r, holder, R) + position;
-            for (int h = 0; h < H; ++h) (own ? sums : part)[h] += ranks_[holder].host_x[row * H + h];
-            for (int k = 0; k < K; ++k)
-              (own ? weights[t * K + k] : weight_part[k]) += ranks_[holder].host_weights[row * K + k];
+            float* const into = own ? sums.data() : part.data();
+            float* const weights_into = own ? weights.data() + t * K : weight_part.data();
+            for (int h = 0; h < H; ++h) into[h] += ranks_[holder].host_x[row * H + h];
+            for (int k = 0; k < K; ++k) weights_into[k] += ranks_[holder].host_weights[row * K + k];
           }
           for (int h = 0; !own && h < H; ++h) sums[h] += rounded(shape_.type, part[h]);
           for (int k = 0; !own && k < K; ++k) weights[t * K + k] += weight_part[k];
