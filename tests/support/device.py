@@ -105,7 +105,7 @@ class OnDevice:
 
 
 def on_gpu(argument: Any) -> Any:
-    """Tensors and pairs of tensors on the current device, strides kept; all else (handles) as it is."""
+    """Tensors and plain pairs of them on the current device, strides kept; all else (handles) as it is."""
     if isinstance(argument, torch.Tensor):
         if argument.is_cuda:
             return argument
@@ -114,7 +114,7 @@ def on_gpu(argument: Any) -> Any:
             argument.shape, argument.stride(), dtype=argument.dtype, device=torch.cuda.current_device()
         )
         return moved.copy_(argument)
-    if isinstance(argument, tuple) and len(argument) == 2:
+    if type(argument) is tuple and len(argument) == 2:
         return tuple(on_gpu(part) for part in argument)
     return argument
 
