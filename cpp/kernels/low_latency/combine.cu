@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
                                 touch(&params, params.args.call.staging.bases + domain.num_ranks) +
                                 touch(&params.args.call.staging.slot_bytes, &params + 1);
-  asm volatile("" ::"r"(touched));
+  ptx::keep(touched);
   __syncthreads();
   if (warp < params.num_carriers)
     carry<T, Width, kByExpert>(domain, params, num_arrivals, shared, &buffers[warp]);
