@@ -210,25 +210,19 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   params.by_owners = Divisor(static_cast<std::uint32_t>(std::max(domain.num_ranks - (halves ? 0 : 1), 1)));
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kCombineOthers;
-  const auto start = [&]<auto kKernel>() {
-    params.early = args.call.early && fits_twice<kKernel>(warps);
-    launch(kKernel, grid.blocks, warps, narrow ? 0 : sizeof(RowBuffer) * static_cast<std::size_t>(grid.carriers),
-           stream, true, "launch of low_latency_combine", domain, params);
-  };
-  const auto choose = [&]<typename T, class Width>() {
-    if (args.by_expert)
-      start.template operator()<combine_kernel<T, Width, true>>();
-    else
-      start.template operator()<combine_kernel<T, Width, false>>();
+  const auto start = [&](void (*kernel)(DeviceDomain, LowLatencyCombineParams)) {
+    params.early = args.call.early && fits_twice(kernel, warps);
+    launch(kernel, grid.blocks, warps, narrow ? 0 : sizeof(RowBuffer) * static_cast<std::size_t>(grid.carriers), stream,
+           true, "launch of low_latency_combine", domain, params);
   };
   with_type(args.type, [&](auto number) {
     using T = decltype(number);
     if (narrow)
-      choose.template operator()<T, Narrow>();
+      start(args.by_expert ? combine_kernel<T, Narrow, true> : combine_kernel<T, Narrow, false>);
     else if (plain)
-      choose.template operator()<T, Wide>();
+      start(args.by_expert ? combine_kernel<T, Wide, true> : combine_kernel<T, Wide, false>);
     else
-      choose.template operator()<T, General>();
+      start(args.by_expert ? combine_kernel<T, General, true> : combine_kernel<T, General, false>);
   });
 }
 

@@ -290,19 +290,19 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   const LowLatencyGrid grid(args.call, items * params.num_row_tasks, LowLatencyTuning::kDispatchCarriers);
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kDispatchOthers;
-  const auto start = [&]<auto kKernel>() {
-    params.early = args.call.early && fits_twice<kKernel>(warps);
-    launch(kKernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream,
+  const auto start = [&](void (*kernel)(DeviceDomain, LowLatencyDispatchParams)) {
+    params.early = args.call.early && fits_twice(kernel, warps);
+    launch(kernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream,
            true, "launch of low_latency_dispatch", domain, params);
   };
   with_rows(args, [&](auto rows) {
     using Rows = decltype(rows);
     if (narrow)
-      start.template operator()<dispatch_kernel<Rows, Narrow>>();
+      start(dispatch_kernel<Rows, Narrow>);
     else if (plain)
-      start.template operator()<dispatch_kernel<Rows, Wide>>();
+      start(dispatch_kernel<Rows, Wide>);
     else
-      start.template operator()<dispatch_kernel<Rows, General>>();
+      start(dispatch_kernel<Rows, General>);
   });
 }
 

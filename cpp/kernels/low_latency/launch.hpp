@@ -37,14 +37,11 @@ inline bool is_narrow(const LowLatencyCall& call, std::int64_t tasks, int most_w
 }
 
 // Whether an SM has room for two blocks of so many warps.
-template <auto kKernel>
-bool fits_twice(int num_warps) {
-  static const int registers = [] {
-    cudaFuncAttributes attributes;
-    check_cuda(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
-    return (attributes.numRegs + 7) / 8 * 8;
-  }();
-  return 2 * 32 * num_warps * registers <= 65536;
+template <typename Kernel>
+bool fits_twice(Kernel* kernel, int num_warps) {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return 2 * 32 * num_warps * ((attributes.numRegs + 7) / 8 * 8) <= 65536;
 }
 
 void prepare_low_latency_dispatch();
