@@ -3,13 +3,13 @@
 // of ready rows. An input in the heap is the place itself, with all rows ready; any other input is copied into a
 // staging block behind which the pullers follow, which is a ring where the heap has no room for all rows. Rows are
 // pulled in the order (source rank, token) in which they lie, on every rank, so a ring of any size makes progress.
+// Between nodes the rows of a peer's tokens are pulled for it, and one sum a token goes back (row_puller.hpp).
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include "cpu/copy.hpp"
 #include "cpu/prepared_call.hpp"
-#include "cpu/simd.hpp"
+#include "cpu/row_puller.hpp"
 #include "layout/handle.hpp"
 
 namespace deep_moe::cpu {
@@ -19,20 +19,7 @@ using layout::Place;
 using layout::Region;
 
 constexpr std::int64_t kCopyBytes = std::int64_t{512} << 10;  // the copier's step
-constexpr std::int64_t kPullGrain = 16;                       // tokens a thread takes at least
-constexpr std::int64_t kPullTokens = 512;                     // tokens between looks at the ready counters
-
-// Rows that one rank holds for everybody.
-struct Holder {
-  const char* x = nullptr;
-  const char* weights = nullptr;
-  std::int64_t x_capacity = 0, weight_capacity = 0;  // rows of its rings
-  std::int64_t x_stride = 0, weight_stride = 0;      // bytes from one row to the next
-  std::int64_t first_index = 0;                      // of this rank's rows there
-  std::int64_t num_rows = 0;                         // of this rank there
-  bool is_ring = false;                              // it waits for what we have consumed
-  std::int64_t consumed = 0;                         // row up to which we have pulled
-};
+constexpr std::int64_t kCopyGrain = 16;                       // rows a thread takes at least
 
 class Combine {
  public:
@@ -49,7 +36,7 @@ class Combine {
         item_(static_cast<std::int64_t>(dtype_bytes(args.x.dtype))),
         row_bytes_(hidden_ * item_),
         topk_(args.topk_weights.defined() ? args.topk_weights.shape[1] : 0),
-        send_index_(args.handle.send_index.as<std::int32_t>()) {
+        puller_(context, args, result_) {
     const std::int32_t* prefix = args.handle.rank_prefix_matrix.as<std::int32_t>() + rank_;
     own_begin_ = rank_ > 0 ? prefix[static_cast<std::int64_t>(rank_ - 1) * num_ranks_] : 0;
     own_end_ = prefix[static_cast<std::int64_t>(rank_) * num_ranks_];
@@ -57,6 +44,7 @@ class Combine {
 
   // Before anything is announced: what fails here is a refusal.
   void prepare() {
+    puller_.check_fits();
     const TensorView& x = args_.x;
     const TensorView& weights = args_.topk_weights;
     const bool x_inside = in_heap(x, row_bytes_, &x_place_);
@@ -80,7 +68,7 @@ class Combine {
       publish_ready();
       advance_copier();
       domain_.gather_announcements("combine/notify", epoch_);
-      aim();
+      puller_.begin(epoch_);
       pull();
       finish();
     } catch (...) {
@@ -181,7 +169,7 @@ class Combine {
     const bool any = copied_ < limit;
     while (copied_ < limit) {
       const std::int64_t end = std::min(limit, copied_ + step);
-      pool_.parallel_for(end - copied_, kPullGrain, [&](std::int64_t first, std::int64_t last) {
+      pool_.parallel_for(end - copied_, kCopyGrain, [&](std::int64_t first, std::int64_t last) {
         for (std::int64_t row = copied_ + first; row < copied_ + last; ++row) stage_row(row);
         finish_streaming();
       });
@@ -210,158 +198,45 @@ class Combine {
     }
   }
 
-  void aim() {
-    const std::int32_t* prefix = args_.handle.rank_prefix_matrix.as<std::int32_t>();
-    const auto prefix_at = [&](int src, int dst) {
-      return src < 0 ? 0 : prefix[static_cast<std::int64_t>(src) * num_ranks_ + dst];
-    };
-    holders_.resize(num_ranks_);
-    for (int holder = 0; holder < num_ranks_; ++holder) {
-      Holder& entry = holders_[holder];
-      const layout::Announce& words = domain_.mine().announce(epoch_, holder);
-      entry.first_index = prefix_at(rank_ - 1, holder);
-      entry.num_rows = prefix_at(rank_, holder) - entry.first_index;
-      entry.x_capacity = words.place.capacity;
-      entry.weight_capacity = words.weight_place.capacity;
-      const std::int64_t total_rows = prefix_at(num_ranks_ - 1, holder);
-      entry.is_ring = entry.x_capacity < total_rows || (topk_ > 0 && entry.weight_capacity < total_rows);
-      entry.consumed = entry.first_index;
-      entry.x_stride = row_bytes_;
-      entry.weight_stride = topk_ * 4;
-      if (entry.num_rows == 0) continue;
-      if (holder == rank_) {
-        aim_at_own(&entry);
-        continue;
-      }
-      entry.x = domain_.address(holder, words.place.segment, static_cast<std::size_t>(words.place.offset));
-      if (topk_ > 0)
-        entry.weights =
-            domain_.address(holder, words.weight_place.segment, static_cast<std::size_t>(words.weight_place.offset));
-    }
-  }
-
-  // Rows that this rank holds for itself are read where they are, never staged.
-  void aim_at_own(Holder* entry) const {
-    entry->x = args_.x.as<char>();
-    entry->x_stride = args_.x.stride[0] * item_;
-    entry->x_capacity = std::numeric_limits<std::int64_t>::max();
-    if (topk_ == 0) return;
-    entry->weights = args_.topk_weights.as<char>();
-    entry->weight_stride = args_.topk_weights.stride[0] * 4;
-    entry->weight_capacity = std::numeric_limits<std::int64_t>::max();
-  }
-
-  std::int64_t rows_ready(int holder) {
-    return static_cast<std::int64_t>(
-        layout::unpack_count(load_acquire(domain_.mine().word(Region::kRowsReady, holder)), epoch_));
-  }
-
-  // The first holder whose row for `token` is not ready, or -1.
-  int not_ready(std::int64_t token, const std::vector<std::int64_t>& ready) const {
-    const std::int32_t* index = send_index_ + token * num_ranks_;
-    for (int holder = 0; holder < num_ranks_; ++holder) {
-      if (index[holder] >= 0 && holders_[holder].first_index + index[holder] >= ready[holder]) return holder;
-    }
-    return -1;
-  }
-
-  void look_at_ready(std::vector<std::int64_t>* ready) {
-    for (int holder = 0; holder < num_ranks_; ++holder) (*ready)[holder] = rows_ready(holder);
-  }
-
   void pull() {
-    std::vector<std::int64_t> ready(static_cast<std::size_t>(num_ranks_), 0);
-    std::int64_t token = 0;
-    const auto blocked_by = [&] {
-      if (copier_can_go()) return -1;
-      if (token < num_tokens_) {
-        look_at_ready(&ready);
-        return not_ready(token, ready);
-      }
-      return copied_ < num_held_ ? slowest_puller() : -1;
-    };
-    while (token < num_tokens_ || copied_ < num_held_) {
-      look_at_ready(&ready);
-      std::int64_t end = token;
-      const std::int64_t limit = std::min(num_tokens_, token + kPullTokens);
-      while (end < limit && not_ready(end, ready) < 0) ++end;
-      if (end > token) {
-        pool_.parallel_for(end - token, kPullGrain, [&](std::int64_t first, std::int64_t last) {
-          for (std::int64_t t = token + first; t < token + last; ++t) sum_token(t);
-        });
-        publish_consumed(token, end);
-        token = end;
-        continue;
-      }
-      if (advance_copier()) continue;
-      domain_.wait("combine/rows", epoch_, blocked_by, [&](int peer) {
-        return "expected more rows than the " + std::to_string(ready[peer]) + " it has ready";
-      });
+    while (!puller_.finished() || copied_ < num_held_) {
+      if (puller_.advance() || advance_copier()) continue;
+      domain_.wait(
+          "combine/rows", epoch_, [&] { return blocked_by(); }, [&](int peer) { return puller_.describe(peer); });
     }
   }
 
-  // The first rank that has not yet pulled rows which stand in the way of the ring.
+  int blocked_by() {
+    if (copier_can_go()) return -1;
+    if (!puller_.finished()) return puller_.first_missing();
+    return copied_ < num_held_ ? slowest_puller() : -1;
+  }
+
+  // The reader of the first rows that stand in the way of the ring.
   int slowest_puller() {
     const std::int32_t* prefix = args_.handle.rank_prefix_matrix.as<std::int32_t>();
     const std::int64_t consumed = rows_consumed();
     for (int src = 0; src < num_ranks_; ++src)
-      if (prefix[static_cast<std::int64_t>(src) * num_ranks_ + rank_] > consumed) return src;
+      if (prefix[static_cast<std::int64_t>(src) * num_ranks_ + rank_] > consumed) return puller_.puller_of(src);
     return -1;
   }
 
-  void publish_consumed(std::int64_t begin, std::int64_t end) {
-    for (int holder = 0; holder < num_ranks_; ++holder) {
-      Holder& entry = holders_[holder];
-      if (!entry.is_ring) continue;
-      for (std::int64_t token = begin; token < end; ++token)
-        if (send_index_[token * num_ranks_ + holder] >= 0) ++entry.consumed;
-      store_release(domain_.of(holder).word(Region::kRowsConsumed, rank_),
-                    layout::pack_count(epoch_, static_cast<std::uint64_t>(entry.consumed)));
-      domain_.ring(holder);
-    }
-  }
-
-  void sum_token(std::int64_t token) const {
-    constexpr int kStackRows = 64;
-    const void* few[kStackRows];
-    std::vector<const void*> many;
-    const void** rows = few;
-    if (num_ranks_ > kStackRows) {
-      many.resize(static_cast<std::size_t>(num_ranks_));
-      rows = many.data();
-    }
-    int num_rows = 0;
-    const std::int32_t* index = send_index_ + token * num_ranks_;
-    float* weights = topk_ > 0 ? result_.combined_topk_weights.as<float>() + token * topk_ : nullptr;
-    for (std::int64_t k = 0; k < topk_; ++k) weights[k] = 0.0f;
-    for (int holder = 0; holder < num_ranks_; ++holder) {
-      if (index[holder] < 0) continue;
-      const Holder& entry = holders_[holder];
-      const std::int64_t row = entry.first_index + index[holder];
-      rows[num_rows++] = entry.x + row % entry.x_capacity * entry.x_stride;
-      if (topk_ == 0) continue;
-      const float* theirs =
-          reinterpret_cast<const float*>(entry.weights + row % entry.weight_capacity * entry.weight_stride);
-      for (std::int64_t k = 0; k < topk_; ++k) weights[k] += theirs[k];
-    }
-    const auto row_of = [&](const TensorView& view) -> char* {
-      return view.defined() ? view.as<char>() + token * view.stride[0] * item_ : nullptr;
-    };
-    simd_ops().sum_rows(args_.x.dtype, rows, num_rows, row_of(args_.bias0), row_of(args_.bias1),
-                        row_of(result_.combined_x.view), hidden_);
-  }
-
-  // All pulled: nobody touches this rank's rows any more once every peer has said so.
+  // All pulled: nobody touches this rank's rows any more once every rank of the node has said so.
   void finish() {
-    for (int holder = 0; holder < num_ranks_; ++holder) {
+    const Topology& topology = domain_.topology();
+    const int node = topology.node_of(rank_), num_mates = topology.num_local_ranks();
+    for (int local = 0; local < num_mates; ++local) {
+      const int holder = topology.rank_at(node, local);
       store_release(domain_.of(holder).word(Region::kPullDone, rank_), epoch_);
       domain_.ring(holder);
     }
     domain_.wait(
         "combine/done", epoch_,
         [&] {
-          for (int src = 0; src < num_ranks_; ++src)
-            if (load_acquire(domain_.mine().word(Region::kPullDone, src)) < epoch_) return src;
+          for (int local = 0; local < num_mates; ++local) {
+            const int puller = topology.rank_at(node, local);
+            if (load_acquire(domain_.mine().word(Region::kPullDone, puller)) < epoch_) return puller;
+          }
           return -1;
         },
         [](int) { return std::string("it has not finished reading this rank's rows"); });
@@ -373,7 +248,6 @@ class Combine {
   const int rank_, num_ranks_;
   const std::int64_t* meta_;
   const std::int64_t num_tokens_, num_held_, hidden_, item_, row_bytes_, topk_;
-  const std::int32_t* send_index_;
 
   std::int64_t own_begin_ = 0, own_end_ = 0;  // rows that this rank holds for itself
 
@@ -384,8 +258,8 @@ class Combine {
   char* staged_weights_ = nullptr;
   std::int64_t ring_ = 1;    // rows of the staging
   std::int64_t copied_ = 0;  // rows of the input that are ready
-  std::vector<Holder> holders_;
   CombineResult result_;
+  RowPuller puller_;
 };
 
 }  // namespace

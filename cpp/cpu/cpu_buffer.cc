@@ -19,6 +19,9 @@ CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
     gate_.check_interrupt();
   };
   domain_ = std::make_shared<Domain>(bootstrap, inner);
+  num_nodes = domain_->topology().num_nodes();
+  node = domain_->topology().node_of(rank);
+  if (num_nodes > 1) rails_ = std::make_unique<Rails>(*domain_);
   pool_ = std::make_unique<WorkerPool>(default_num_threads(num_ranks));
 }
 
@@ -98,6 +101,7 @@ void CpuBuffer::destroy() {
   if (forks != fork_count()) {
     // A child's copy: locks may be held by threads that do not exist here, and the peers are the parent's.
     (void)pool_.release();
+    (void)rails_.release();
     new std::shared_ptr<Domain>(std::move(domain_));
     return;
   }
@@ -112,6 +116,7 @@ void CpuBuffer::release() noexcept {
   }
   if (domain) domain->depart();
   pool_.reset();
+  rails_.reset();
 }
 
 LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
@@ -119,7 +124,7 @@ LayoutResult CpuBuffer::get_dispatch_layout(const TensorView& topk_idx, std::int
   check_usable();
   check_topk_idx_shape(topk_idx, num_experts);
   check_topk_ids(topk_idx, num_experts);
-  return dispatch_layout(topk_idx, num_experts, num_ranks);
+  return dispatch_layout(topk_idx, num_experts, usable_domain()->topology());
 }
 
 DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
@@ -128,7 +133,7 @@ DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
       signature(args),
       [&] {
         check_unmasked("dispatch");
-        validate(args, num_ranks);
+        validate(args, num_ranks, true, num_nodes);
       },
       [&] { return cpu::dispatch(context(), args); });
 }
@@ -139,7 +144,7 @@ CombineResult CpuBuffer::combine(const CombineArgs& args) {
       signature(args),
       [&] {
         check_unmasked("combine");
-        validate(args, num_ranks);
+        validate(args, num_ranks, num_nodes);
       },
       [&] { return cpu::combine(context(), args); });
 }
@@ -173,7 +178,7 @@ void CpuBuffer::check_shrink(const char* call) const {
 void CpuBuffer::unmask() {
   // Collective, whatever this rank's own mask says: the rank that others have masked may have masked nobody.
   guarded([&] { domain_->reset(true); });
-  restart_low_latency();
+  restart();
 }
 
 void CpuBuffer::update_mask(int peer, bool masked) {
@@ -246,15 +251,16 @@ void CpuBuffer::refuse(const std::string& call, const std::string& reason) {
 
 void CpuBuffer::check() { usable_domain()->check_failed(); }
 
-void CpuBuffer::restart_low_latency() {
+void CpuBuffer::restart() {
   ++generation_;
+  if (rails_) rails_->restart();
   low_latency_.restart();
 }
 
 void CpuBuffer::reset() {
   const CallGate::Pass pass(open_gate());
   domain_->reset(false);
-  restart_low_latency();
+  restart();
 }
 
 }  // namespace deep_moe::cpu

@@ -56,14 +56,15 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   // Errors that all ranks meet alike leave the Buffer usable; any other fails it.
   template <typename Body>
   auto guarded(const Body& body);
-  Context context() { return {*domain_, *pool_}; }
+  Context context() { return {*domain_, *pool_, rails_.get()}; }
   LowLatencyContext low_latency_context();
-  void restart_low_latency();
+  void restart();  // in a new generation
   void unmask();
 
   CallGate gate_;
   mutable std::mutex domain_mutex_;  // of the pointer
   std::shared_ptr<Domain> domain_;
+  std::unique_ptr<Rails> rails_;  // null on one node
   std::unique_ptr<WorkerPool> pool_;
   LowLatencyState low_latency_;
   std::uint64_t generation_ = 1;

@@ -2,7 +2,8 @@
 //  1. route: counts and row indices from topk_idx (or from the handle)
 //  2. notify: counts and the offered block go to every peer; then all ranks know all counts, so every row's final index
 //  3. regrow: ranks whose offer was too small publish another one; what still does not fit goes in waves
-//  4. send: each row is read once and stored at its final index at every destination; one flag a peer
+//  4. send: each row is read once and stored at its final index at every destination; one flag a peer. Between nodes it
+//     crosses the network once a node, and a rank there stores it (row_movement.hpp)
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -11,6 +12,7 @@
 #include "cpu/dispatch_handle.hpp"
 #include "cpu/prepared_call.hpp"
 #include "cpu/route.hpp"
+#include "cpu/row_movement.hpp"
 #include "cpu/row_writer.hpp"
 #include "layout/handle.hpp"
 #include "layout/rows.hpp"
@@ -28,9 +30,11 @@ constexpr std::int64_t kSendGrain = 64;  // tokens a thread takes at least
 class Dispatch {
  public:
   Dispatch(Context context, const DispatchArgs& args)
-      : domain_(context.domain),
+      : context_(context),
+        domain_(context.domain),
         pool_(context.pool),
         args_(args),
+        topology_(domain_.topology()),
         rank_(domain_.rank()),
         num_ranks_(domain_.num_ranks()),
         cached_(args.handle != nullptr),
@@ -51,6 +55,8 @@ class Dispatch {
 
   // Before anything is announced: what fails here is a refusal.
   void prepare() {
+    if (context_.rails != nullptr)
+      context_.rails->check_fits("dispatch", writer_.rail_row(topology_.num_local_ranks()).stride);
     if (cached_) {
       read_handle();
     } else {
@@ -79,10 +85,10 @@ class Dispatch {
       notify();
       regrow();
       aim();
-      if (all_fit_) {
+      if (all_fit_ && context_.rails == nullptr) {
         send_all();
       } else {
-        send_in_waves();
+        move_rows();
       }
       return result();
     } catch (const ArgumentError&) {
@@ -131,16 +137,20 @@ class Dispatch {
   }
 
   void route() {
-    handle_.allocate(num_tokens_, num_ranks_);
+    handle_.allocate(num_tokens_, topology_);
     std::int32_t* send_index = handle_.send_index();
     send_index_ = send_index;
     route_ = args_.topk_idx.defined() ? route_tokens(args_.topk_idx, blocks_, send_index, handle_.is_token_in_rank())
                                       : route_tokens(args_.is_token_in_rank, args_.num_tokens_per_expert, num_ranks_,
                                                      send_index, handle_.is_token_in_rank());
+    if (context_.rails == nullptr) return;
+    plan_.send_rdma_index = handle_.send_rdma_index();
+    plan_.rows_out = route_nodes(topology_, rank_, num_tokens_, send_index, handle_.send_rdma_index());
   }
 
   void read_handle() {
     send_index_ = args_.handle->send_index.as<std::int32_t>();
+    if (context_.rails != nullptr) read_rails();
     const std::int32_t* prefix = args_.handle->rank_prefix_matrix.as<std::int32_t>();
     counts_.resize(static_cast<std::size_t>(num_ranks_) * num_ranks_);
     for (int src = 0; src < num_ranks_; ++src) {
@@ -149,6 +159,17 @@ class Dispatch {
         counts_[at] = prefix[at] - (src > 0 ? prefix[at - num_ranks_] : 0);
       }
     }
+  }
+
+  void read_rails() {
+    const int num_nodes = topology_.num_nodes();
+    plan_.send_rdma_index = args_.handle->send_rdma_index.as<std::int32_t>();
+    plan_.rows_out.assign(static_cast<std::size_t>(num_nodes), 0);
+    for (std::int64_t at = 0; at < num_tokens_ * num_nodes; ++at)
+      plan_.rows_out[static_cast<std::size_t>(at % num_nodes)] += plan_.send_rdma_index[at] >= 0;
+    const std::int32_t* prefix = args_.handle->recv_rdma_rank_prefix_sum.as<std::int32_t>();
+    for (int node = 0; node < num_nodes; ++node)
+      plan_.rows_in.push_back(prefix[node] - (node > 0 ? prefix[node - 1] : 0));
   }
 
   // Step 2. The counts are written before the announcement, which is their flag.
@@ -161,6 +182,9 @@ class Dispatch {
         std::memcpy(domain_.of(peer).expert_counts(epoch, rank_),
                     route_.expert_counts.data() + blocks_.first_expert(peer),
                     sizeof(std::int32_t) * blocks_.num_local_experts(peer));
+        if (context_.rails != nullptr)
+          domain_.of(peer).node_rows(epoch, rank_) =
+              static_cast<std::int32_t>(plan_.rows_out[static_cast<std::size_t>(topology_.node_of(peer))]);
       }
     }
     layout::Announce words{};
@@ -176,6 +200,11 @@ class Dispatch {
       if (cached_) continue;
       const std::int32_t* row = domain_.mine().rank_counts(epoch_, src);
       std::copy(row, row + num_ranks_, counts_.begin() + static_cast<std::ptrdiff_t>(src) * num_ranks_);
+    }
+    if (cached_ || context_.rails == nullptr) return;
+    for (int node = 0; node < topology_.num_nodes(); ++node) {
+      const bool own = node == topology_.node_of(rank_);
+      plan_.rows_in.push_back(own ? 0 : domain_.mine().node_rows(epoch_, context_.rails->peer(node)));
     }
   }
 
@@ -223,12 +252,13 @@ class Dispatch {
     }
   }
 
-  // From counts and places to addresses.
+  // From counts and places to addresses, of the ranks of this node.
   void aim() {
     targets_.resize(num_ranks_);
     all_fit_ = true;
     std::int64_t bytes_sent = 0;
     for (int dst = 0; dst < num_ranks_; ++dst) {
+      if (topology_.node_of(dst) != topology_.node_of(rank_)) continue;
       Target& target = targets_[dst];
       const Place& place = places_[dst];
       target.total_rows = total_of(dst);
@@ -243,7 +273,7 @@ class Dispatch {
       target.num_local_experts = blocks_.num_local_experts(dst);
       all_fit_ = all_fit_ && fits;
       bytes_sent += target.num_rows * format_.row_bytes;
-      if (target.num_rows > 0)
+      if (target.total_rows > 0)
         target.base = domain_.address(dst, place.segment, static_cast<std::size_t>(place.offset));
     }
     streaming_ = bytes_sent > kStreamingBytes;
@@ -265,8 +295,9 @@ class Dispatch {
     pool_.parallel_for(num_tokens_, kSendGrain, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t token = begin; token < end; ++token) {
         const std::int32_t* index = send_index_ + token * num_ranks_;
+        const Row row = writer_.row_of(token);
         for (int dst = 0; dst < num_ranks_; ++dst) {
-          if (index[dst] >= 0) writer_.store(targets_[dst], token, targets_[dst].first_index + index[dst], streaming_);
+          if (index[dst] >= 0) writer_.store(targets_[dst], row, targets_[dst].first_index + index[dst], streaming_);
         }
       }
       finish_streaming();
@@ -282,9 +313,9 @@ class Dispatch {
         [&](int src) { return "expected its flag for " + std::to_string(count(src, rank_)) + " rows, saw none"; });
   }
 
-  // Step 4 where some block is a window over what arrives: only rows of the window that a destination has opened are
-  // sent; it copies them out to ordinary memory and opens the next one.
-  void send_in_waves() {
+  // Step 4 between nodes, and where some block is a window over what arrives, which its owner copies out to ordinary
+  // memory and opens again.
+  void move_rows() {
     if (targets_[rank_].num_waves > 1) {
       domain_.log_once(
           "receives " + std::to_string(targets_[rank_].total_rows) + " rows in " +
@@ -293,72 +324,14 @@ class Dispatch {
           "free received tensors)");
       make_spill_tensors();
     }
-    std::vector<std::vector<std::int64_t>> tokens_to(num_ranks_);
-    for (std::int64_t token = 0; token < num_tokens_; ++token) {
-      for (int dst = 0; dst < num_ranks_; ++dst)
-        if (send_index_[token * num_ranks_ + dst] >= 0) tokens_to[dst].push_back(token);
-    }
-    std::vector<std::int64_t> sent(num_ranks_, 0);
-    std::int64_t drained = 0;
-    const auto window_open = [&](int dst) {
-      if (sent[dst] >= targets_[dst].num_waves) return false;
-      return sent[dst] == 0 || layout::unpack_count(load_acquire(domain_.mine().word(Region::kWindow, dst)), epoch_) >=
-                                   static_cast<std::uint64_t>(sent[dst]);
-    };
-    const auto first_unsent_source = [&] {
-      for (int src = 0; src < num_ranks_; ++src)
-        if (rows_done(src) < drained + 1) return src;
-      return -1;
-    };
-    // -1: something can be done (or all is done); else the peer that keeps us.
-    const auto blocked_by = [&] {
-      int blamed = -1;
-      for (int dst = 0; dst < num_ranks_; ++dst) {
-        if (window_open(dst)) return -1;
-        if (sent[dst] < targets_[dst].num_waves) blamed = dst;
-      }
-      if (drained < targets_[rank_].num_waves) {
-        const int src = first_unsent_source();
-        if (src < 0) return -1;
-        blamed = src;
-      }
-      return blamed;
-    };
-    const auto unfinished = [&] {
-      for (int dst = 0; dst < num_ranks_; ++dst)
-        if (sent[dst] < targets_[dst].num_waves) return true;
-      return drained < targets_[rank_].num_waves;
-    };
-    while (unfinished()) {
-      for (int dst = 0; dst < num_ranks_; ++dst) {
-        if (!window_open(dst)) continue;
-        send_wave(dst, sent[dst], tokens_to[dst]);
-        flag_rows_done(dst, ++sent[dst]);
-      }
-      if (drained < targets_[rank_].num_waves && first_unsent_source() < 0) {
-        if (targets_[rank_].num_waves > 1) copy_out(drained);
-        ++drained;
-        for (int src = 0; src < num_ranks_; ++src) {
-          store_release(domain_.of(src).word(Region::kWindow, rank_),
-                        layout::pack_count(epoch_, static_cast<std::uint64_t>(drained)));
-          domain_.ring(src);
-        }
-      }
-      domain_.wait("dispatch/waves", epoch_, blocked_by,
-                   [&](int) { return "wave " + std::to_string(drained) + " has not arrived"; });
-    }
-  }
-
-  void send_wave(int dst, std::int64_t wave, const std::vector<std::int64_t>& tokens) {
-    const Target& target = targets_[dst];
-    const std::int64_t low = wave * target.block_rows, high = low + target.block_rows;
-    const std::int64_t begin = std::clamp<std::int64_t>(low - target.first_index, 0, target.num_rows);
-    const std::int64_t end = std::clamp<std::int64_t>(high - target.first_index, 0, target.num_rows);
-    pool_.parallel_for(end - begin, kSendGrain, [&](std::int64_t first, std::int64_t last) {
-      for (std::int64_t i = begin + first; i < begin + last; ++i)
-        writer_.store(target, tokens[i], target.first_index + i - low, streaming_);
-      finish_streaming();
-    });
+    plan_.epoch = epoch_;
+    plan_.targets = &targets_;
+    plan_.counts = &counts_;
+    plan_.num_tokens = num_tokens_;
+    plan_.send_index = send_index_;
+    plan_.streaming = streaming_;
+    std::int32_t* map = context_.rails != nullptr && !cached_ ? handle_.allocate_rows_in(plan_.rows_in) : nullptr;
+    RowMovement(context_, writer_, plan_, [this](std::int64_t wave) { copy_out(wave); }, map).run();
   }
 
   void make_spill_tensors() {
@@ -454,9 +427,11 @@ class Dispatch {
     for (std::int64_t& entry : *list) entry = (entry + alignment - 1) / alignment * alignment;
   }
 
+  const Context context_;
   Domain& domain_;
   WorkerPool& pool_;
   const DispatchArgs& args_;
+  const Topology& topology_;
   const int rank_, num_ranks_;
   const bool cached_;
   const std::int64_t num_tokens_, num_experts_;
@@ -475,6 +450,7 @@ class Dispatch {
   bool all_fit_ = true;
   bool streaming_ = false;
   Tensor spill_;  // received rows where they came in waves
+  RowPlan plan_;
 
   DispatchHandleBuilder handle_;
   const std::int32_t* send_index_ = nullptr;  // [T, R]

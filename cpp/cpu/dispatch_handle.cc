@@ -7,9 +7,12 @@
 
 namespace deep_moe::cpu {
 
-void DispatchHandleBuilder::allocate(std::int64_t num_tokens, int num_ranks) {
+void DispatchHandleBuilder::allocate(std::int64_t num_tokens, const Topology& topology) {
   num_tokens_ = num_tokens;
-  num_ranks_ = num_ranks;
+  num_nodes_ = topology.num_nodes();
+  num_local_ranks_ = topology.num_local_ranks();
+  num_ranks_ = num_nodes_ * num_local_ranks_;
+  const int num_ranks = num_ranks_;
   const std::int64_t matrix = static_cast<std::int64_t>(num_ranks) * num_ranks, cells = num_tokens * num_ranks;
   const std::int64_t words = layout::kDispatchMetaSize + (matrix + 1) / 2 + (cells + 1) / 2 + (cells + 7) / 8 + 1;
   const Tensor memory = make_host_tensor(DType::kInt64, {words});
@@ -27,6 +30,18 @@ void DispatchHandleBuilder::allocate(std::int64_t num_tokens, int num_ranks) {
   prefix_ = handle_.rank_prefix_matrix.as<std::int32_t>();
   send_index_ = handle_.send_index.as<std::int32_t>();
   is_token_in_rank_ = handle_.is_token_in_rank.as<bool>();
+  if (num_nodes_ > 1) handle_.send_rdma_index = make_host_tensor(DType::kInt32, {num_tokens, num_nodes_});
+}
+
+std::int32_t* DispatchHandleBuilder::allocate_rows_in(const std::vector<std::int64_t>& rows_in) {
+  handle_.recv_rdma_rank_prefix_sum = make_host_tensor(DType::kInt32, {num_nodes_});
+  std::int64_t rows = 0;
+  for (int node = 0; node < num_nodes_; ++node) {
+    rows += rows_in[static_cast<std::size_t>(node)];
+    handle_.recv_rdma_rank_prefix_sum.as<std::int32_t>()[node] = static_cast<std::int32_t>(rows);
+  }
+  handle_.send_nvl_index = make_host_tensor(DType::kInt32, {rows, num_local_ranks_});
+  return handle_.send_nvl_index.as<std::int32_t>();
 }
 
 OwnedDispatchHandle DispatchHandleBuilder::finish(const Numbers& numbers, const std::vector<std::int64_t>& counts,
@@ -46,7 +61,7 @@ OwnedDispatchHandle DispatchHandleBuilder::finish(const Numbers& numbers, const 
   meta_[layout::kMetaTopk] = numbers.topk;
   meta_[layout::kMetaNumRanks] = num_ranks_;
   meta_[layout::kMetaHash] = static_cast<std::int64_t>(hash | 1);
-  meta_[layout::kMetaReserved] = 0;
+  meta_[layout::kMetaNumNodes] = num_nodes_ > 1 ? num_nodes_ : 0;
   handle_.recv_src_idx = std::move(recv_src_idx);
   return std::move(handle_);
 }

@@ -57,7 +57,24 @@ Route route_tokens(const TensorView& is_token_in_rank_in, const TensorView& num_
   return route;
 }
 
-LayoutResult dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts, int num_ranks) {
+std::vector<std::int64_t> route_nodes(const Topology& topology, int rank, std::int64_t num_tokens,
+                                      const std::int32_t* send_index, std::int32_t* send_rdma_index) {
+  const int num_nodes = topology.num_nodes(), num_local_ranks = topology.num_local_ranks();
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(num_nodes), 0);
+  for (std::int64_t token = 0; token < num_tokens; ++token, send_index += num_nodes * num_local_ranks) {
+    for (int node = 0; node < num_nodes; ++node) {
+      bool goes = false;
+      for (int local = 0; local < num_local_ranks; ++local)
+        goes = goes || send_index[topology.rank_at(node, local)] >= 0;
+      goes = goes && node != topology.node_of(rank);
+      *send_rdma_index++ = goes ? static_cast<std::int32_t>(rows[static_cast<std::size_t>(node)]++) : -1;
+    }
+  }
+  return rows;
+}
+
+LayoutResult dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts, const Topology& topology) {
+  const int num_nodes = topology.num_nodes(), num_ranks = num_nodes * topology.num_local_ranks();
   const layout::ExpertBlocks blocks(static_cast<int>(num_experts), num_ranks);
   const std::int64_t num_tokens = topk_idx.shape[0];
   LayoutResult result;
@@ -68,6 +85,18 @@ LayoutResult dispatch_layout(const TensorView& topk_idx, std::int64_t num_expert
   const Route route = route_tokens(topk_idx, blocks, send_index.data(), result.is_token_in_rank.as<bool>());
   std::copy(route.rank_counts.begin(), route.rank_counts.end(), result.num_tokens_per_rank.as<std::int32_t>());
   std::copy(route.expert_counts.begin(), route.expert_counts.end(), result.num_tokens_per_expert.as<std::int32_t>());
+  if (num_nodes == 1) return result;
+  result.num_tokens_per_rdma_rank = make_host_tensor(DType::kInt32, {num_nodes});
+  std::int32_t* tokens = result.num_tokens_per_rdma_rank.as<std::int32_t>();
+  std::fill_n(tokens, num_nodes, 0);
+  std::vector<std::int64_t> last(static_cast<std::size_t>(num_nodes), -1);  // token that went to each node
+  for (std::int64_t at = 0; at < num_tokens * num_ranks; ++at) {
+    const int node = topology.node_of(static_cast<int>(at % num_ranks));
+    if (send_index[static_cast<std::size_t>(at)] < 0 || last[static_cast<std::size_t>(node)] == at / num_ranks)
+      continue;
+    last[static_cast<std::size_t>(node)] = at / num_ranks;
+    ++tokens[node];
+  }
   return result;
 }
 

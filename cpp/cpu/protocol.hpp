@@ -3,6 +3,7 @@
 
 #include <deep_moe/buffer.hpp>
 
+#include "cpu/rails.hpp"
 #include "cpu/worker_pool.hpp"
 #include "runtime/domain.hpp"
 
@@ -11,9 +12,10 @@ namespace deep_moe::cpu {
 struct Context {
   Domain& domain;
   WorkerPool& pool;
+  Rails* rails;  // null on one node
 };
 
-LayoutResult dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts, int num_ranks);
+LayoutResult dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts, const Topology& topology);
 DispatchResult dispatch(Context context, const DispatchArgs& args);
 CombineResult combine(Context context, const CombineArgs& args);
 

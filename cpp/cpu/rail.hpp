@@ -23,7 +23,7 @@ class RailSender {
   RailSender(OneSided& network, const layout::RailLayout& layout, int my_node, RailPeer peer,
              std::uint64_t generation = 0);
 
-  void begin(std::int64_t num_rows);
+  void begin(std::int64_t num_rows, std::size_t row_stride);
   // Where the row is to be written; null while the slot's last chunk has not been read by the peer.
   char* row(std::int64_t position);
   // The row is complete. With the last one of a chunk, the chunk leaves.
@@ -45,7 +45,7 @@ class RailReceiver {
   RailReceiver(OneSided& network, const layout::RailLayout& layout, int my_node, RailPeer peer,
                std::uint64_t generation = 0);
 
-  void begin(std::int64_t num_rows);
+  void begin(std::int64_t num_rows, std::size_t row_stride);
   // The row, or null while its chunk is not there.
   const char* row(std::int64_t position);
   // The row has been read. With the last one of a chunk, its slot goes back to the peer.

@@ -7,6 +7,7 @@
 #include <deep_moe/buffer.hpp>
 
 #include "layout/experts.hpp"
+#include "runtime/topology.hpp"
 
 namespace deep_moe::cpu {
 
@@ -23,6 +24,11 @@ Route route_tokens(const TensorView& topk_idx, const layout::ExpertBlocks& block
 // The same from a ready-made is_token_in_rank.
 Route route_tokens(const TensorView& is_token_in_rank_in, const TensorView& num_tokens_per_expert, int num_ranks,
                    std::int32_t* send_index, bool* is_token_in_rank);
+
+// Fills send_rdma_index [T, N]: which of this rank's rows for that node the token is; -1 where none of the node's ranks
+// gets it, and at this rank's own node. Gives the rows for each node [N].
+std::vector<std::int64_t> route_nodes(const Topology& topology, int rank, std::int64_t num_tokens,
+                                      const std::int32_t* send_index, std::int32_t* send_rdma_index);
 
 // Reads an id of either type.
 inline std::int64_t topk_id(const TensorView& topk_idx, std::int64_t token, std::int64_t k) {

@@ -5,9 +5,20 @@
 
 #include <deep_moe/buffer.hpp>
 
+#include "layout/rail.hpp"
 #include "layout/rows.hpp"
 
 namespace deep_moe::cpu {
+
+// One row as it lies in the caller's tensors, or in a slot of a ring.
+struct Row {
+  const char* x = nullptr;
+  const char* scales = nullptr;
+  std::int64_t scale_step = 0;  // bytes from one scale to the next
+  const char* ids = nullptr;    // [K], global
+  const float* weights = nullptr;
+  std::int32_t token = 0;
+};
 
 // Where one destination wants its rows.
 struct Target {
@@ -31,12 +42,20 @@ class RowWriter {
   std::int64_t num_scales() const { return num_scales_; }  // of one row
   bool column_scales() const { return column_scales_; }    // of the input
 
+  Row row_of(std::int64_t token) const;
   // At row `at` of the target's block. Streaming stores need finish_streaming() on the same thread.
-  void store(const Target& target, std::int64_t token, std::int64_t at, bool streaming) const;
+  void store(const Target& target, const Row& row, std::int64_t at, bool streaming) const;
+
+  // How a row lies in a slot between nodes of L ranks; into a slot, all but the
+  // positions; out of one.
+  layout::RailRow rail_row(int num_local_ranks) const;
+  void pack(char* slot, const layout::RailRow& where, const Row& row) const;
+  Row unpack(const char* slot, const layout::RailRow& where) const;
 
  private:
-  void store_scales(const Target& target, std::int64_t token, std::int64_t at) const;
-  void store_routing(const Target& target, std::int64_t token, std::int64_t at) const;
+  void store_scales(const Target& target, const Row& row, std::int64_t at) const;
+  void store_routing(const Target& target, const Row& row, std::int64_t at) const;
+  std::int64_t id(const Row& row, std::int64_t k) const;
 
   const DispatchArgs& args_;
   layout::RowFormat format_;

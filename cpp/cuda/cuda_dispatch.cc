@@ -308,7 +308,7 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   meta[layout::kMetaTopk] = move->format.topk;
   meta[layout::kMetaNumRanks] = num_ranks;
   meta[layout::kMetaHash] = static_cast<std::int64_t>(move->hash | 1);
-  meta[layout::kMetaReserved] = 0;
+  meta[layout::kMetaNumNodes] = 0;
   std::copy(move->source_rows.begin(), move->source_rows.end(), meta + layout::kDispatchMetaSize);
   move->handle.recv_src_idx = std::move(src_idx);
   result.handle = std::move(move->handle);

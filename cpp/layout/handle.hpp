@@ -10,8 +10,8 @@ enum DispatchMeta : int {
   kMetaNumExperts,     // E, 0 if unknown
   kMetaTopk,           // K, 0 if unknown
   kMetaNumRanks,
-  kMetaHash,  // of the rank-by-rank counts: the same on every rank of one dispatch
-  kMetaReserved,
+  kMetaHash,          // of the rank-by-rank counts: the same on every rank of one dispatch
+  kMetaNumNodes,      // 0: the ranks are on one node
   kDispatchMetaSize,  // on GPUs R more: the rows that came from each rank, where the host knows them
 };
 

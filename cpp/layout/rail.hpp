@@ -42,36 +42,40 @@ struct RailRow {
   }
 };
 
+// The widest rows that a slot has room for where nobody says otherwise: 7168 bf16 elements, 16 ids.
+inline constexpr std::size_t kDefaultSlotBytes = align_up(kChunkRows * (14336 + 448 + 16 * 12 + 4 + 4 * 16), kAlign);
+
 struct RailShape {
   int num_nodes = 0;
-  int num_slots = 0;  // of a ring
-  int chunk_rows = kChunkRows;
-  std::size_t row_stride = 0;    // the widest row of any call
+  int num_slots = 0;             // of a ring
+  std::size_t slot_bytes = 0;    // a multiple of kAlign
   std::size_t record_bytes = 0;  // announcement and counts
 };
 
 // The regions of one rank's symmetric block, in order. Sizes and offsets both derive from this list.
 enum class RailRegion : int {
-  kChunkArrived,   // u64[N][S]      by peer's node: tag of the chunk that lies in the slot
-  kChunkCredit,    // u64[N][S]      by peer's node: tag of the chunk that the peer has read from its slot
-  kNotifyArrived,  // u64[depth][N]  by peer's node: epoch of the record
-  kNotifyIn,       // record[depth][N]
-  kNotifyOut,      // record[depth][N]
-  kRingSlots,      // chunk[N][S]
-  kSendSlots,      // chunk[N][S]
+  kChunkArrived,   // u64[N-1][S]      by peer's node: tag of the chunk that lies in the slot
+  kChunkCredit,    // u64[N-1][S]      by peer's node: tag of the chunk that the peer has read from its slot
+  kNotifyArrived,  // u64[depth][N-1]  by peer's node: epoch of the record
+  kNotifyIn,       // record[depth][N-1]
+  kNotifyOut,      // record[depth][N-1]
+  kRingSlots,      // slot[N-1][S]
+  kSendSlots,      // slot[N-1][S]
   kCount,
 };
 
+// A ring lies at its peer's place among the other nodes, counted from the owner's node on: nobody has one for itself.
 class RailLayout {
  public:
   RailLayout() = default;
   DM_HOST_DEVICE explicit RailLayout(const RailShape& shape) : shape_(shape) {
-    const std::size_t slots = static_cast<std::size_t>(shape.num_nodes) * static_cast<std::size_t>(shape.num_slots);
-    const std::size_t records = static_cast<std::size_t>(kAnnounceDepth) * static_cast<std::size_t>(shape.num_nodes);
+    const int peers = shape.num_nodes > 1 ? shape.num_nodes - 1 : 0;
+    const std::size_t slots = static_cast<std::size_t>(peers) * static_cast<std::size_t>(shape.num_slots);
+    const std::size_t records = static_cast<std::size_t>(kAnnounceDepth) * static_cast<std::size_t>(peers);
     const std::size_t sizes[] = {
         slots * sizeof(std::uint64_t), slots * sizeof(std::uint64_t), records * sizeof(std::uint64_t),
-        records * record_stride(),     records * record_stride(),     slots * chunk_bytes(),
-        slots * chunk_bytes(),
+        records * record_stride(),     records * record_stride(),     slots * shape.slot_bytes,
+        slots * shape.slot_bytes,
     };
     for (int i = 0; i < static_cast<int>(RailRegion::kCount); ++i) {
       offsets_[i] = bytes_;
@@ -81,25 +85,28 @@ class RailLayout {
 
   DM_HOST_DEVICE const RailShape& shape() const { return shape_; }
   DM_HOST_DEVICE std::size_t bytes() const { return bytes_; }
-  DM_HOST_DEVICE std::size_t chunk_bytes() const {
-    return align_up(static_cast<std::size_t>(shape_.chunk_rows) * shape_.row_stride, kAlign);
-  }
 
-  DM_HOST_DEVICE std::size_t word(RailRegion region, int node, int slot) const {
-    return offset(region, node * shape_.num_slots + slot, sizeof(std::uint64_t));
+  // All in the block of a rank of node `owner`, for its peer of node `peer`.
+  DM_HOST_DEVICE std::size_t word(RailRegion region, int owner, int peer, int slot) const {
+    return offset(region, ring(owner, peer) * shape_.num_slots + slot, sizeof(std::uint64_t));
   }
-  DM_HOST_DEVICE std::size_t chunk(RailRegion region, int node, int slot) const {
-    return offset(region, node * shape_.num_slots + slot, chunk_bytes());
+  DM_HOST_DEVICE std::size_t slot(RailRegion region, int owner, int peer, int slot) const {
+    return offset(region, ring(owner, peer) * shape_.num_slots + slot, shape_.slot_bytes);
   }
-  DM_HOST_DEVICE std::size_t notify_word(std::uint64_t epoch, int node) const {
-    return offset(RailRegion::kNotifyArrived, notify_slot(epoch) * shape_.num_nodes + node, sizeof(std::uint64_t));
+  DM_HOST_DEVICE std::size_t notify_word(std::uint64_t epoch, int owner, int peer) const {
+    return offset(RailRegion::kNotifyArrived, record_index(epoch, owner, peer), sizeof(std::uint64_t));
   }
-  DM_HOST_DEVICE std::size_t record(RailRegion region, std::uint64_t epoch, int node) const {
-    return offset(region, notify_slot(epoch) * shape_.num_nodes + node, record_stride());
+  DM_HOST_DEVICE std::size_t record(RailRegion region, std::uint64_t epoch, int owner, int peer) const {
+    return offset(region, record_index(epoch, owner, peer), record_stride());
   }
 
  private:
-  DM_HOST_DEVICE static int notify_slot(std::uint64_t epoch) { return static_cast<int>(epoch % kAnnounceDepth); }
+  DM_HOST_DEVICE int ring(int owner, int peer) const {
+    return (peer - owner - 1 + shape_.num_nodes) % shape_.num_nodes;
+  }
+  DM_HOST_DEVICE int record_index(std::uint64_t epoch, int owner, int peer) const {
+    return static_cast<int>(epoch % kAnnounceDepth) * (shape_.num_nodes - 1) + ring(owner, peer);
+  }
   DM_HOST_DEVICE std::size_t record_stride() const { return align_up(shape_.record_bytes, 64); }
   DM_HOST_DEVICE std::size_t offset(RailRegion region, int index, std::size_t stride) const {
     return offsets_[static_cast<int>(region)] + static_cast<std::size_t>(index) * stride;
@@ -109,6 +116,28 @@ class RailLayout {
   std::size_t bytes_ = 0;
   std::size_t offsets_[static_cast<int>(RailRegion::kCount)] = {};
 };
+
+// What a peer's record holds: its announcement, rows for the node and for each of its ranks, entries for its experts.
+inline constexpr std::size_t rail_record_bytes(int num_nodes, int num_local_ranks) {
+  const int num_ranks = num_nodes * num_local_ranks;
+  return sizeof(Announce) + 4 * static_cast<std::size_t>(num_local_ranks + 1) +
+         4 * static_cast<std::size_t>(num_local_ranks) * static_cast<std::size_t>(expert_count_stride(num_ranks));
+}
+
+// The block with slots of this size, and the block that fits in `bytes`; 0 bytes takes the default slots.
+inline RailLayout rail_layout(int num_nodes, int num_local_ranks, std::size_t slot_bytes) {
+  return RailLayout(
+      {num_nodes, ring_slots(num_nodes), align_up(slot_bytes, kAlign), rail_record_bytes(num_nodes, num_local_ranks)});
+}
+inline RailLayout rail_layout_within(int num_nodes, int num_local_ranks, std::size_t bytes) {
+  if (bytes == 0) return rail_layout(num_nodes, num_local_ranks, kDefaultSlotBytes);
+  constexpr std::size_t kMaxSlotBytes = std::size_t{4} << 20;  // what else there is serves low latency
+  const std::size_t fixed = rail_layout(num_nodes, num_local_ranks, 0).bytes();
+  const std::size_t slots =
+      2 * static_cast<std::size_t>(num_nodes - 1) * static_cast<std::size_t>(ring_slots(num_nodes));
+  const std::size_t slot = bytes > fixed ? (bytes - fixed) / slots / kAlign * kAlign : 0;
+  return rail_layout(num_nodes, num_local_ranks, slot > kMaxSlotBytes ? kMaxSlotBytes : slot);
+}
 
 // Where a row of a call travels: `position` counts the call's rows in this ring.
 struct RailPlace {
@@ -122,17 +151,25 @@ struct RailPlace {
 struct RailCall {
   std::uint64_t first_number = 1;  // of its first chunk
   std::int64_t num_rows = 0;
+  std::size_t row_stride = 0;
+  int chunk_rows = kChunkRows;  // as many of its rows as a slot has room for, up to kChunkRows
 
-  DM_HOST_DEVICE std::int64_t num_chunks(const RailShape& shape) const {
-    return (num_rows + shape.chunk_rows - 1) / shape.chunk_rows;
+  RailCall() = default;
+  DM_HOST_DEVICE RailCall(const RailShape& shape, std::uint64_t first_number_, std::int64_t num_rows_,
+                          std::size_t row_stride_)
+      : first_number(first_number_), num_rows(num_rows_), row_stride(row_stride_) {
+    const std::size_t fit = shape.slot_bytes / row_stride_;
+    chunk_rows = fit < kChunkRows ? static_cast<int>(fit) : kChunkRows;
   }
+
+  DM_HOST_DEVICE std::int64_t num_chunks() const { return (num_rows + chunk_rows - 1) / chunk_rows; }
+  DM_HOST_DEVICE std::uint64_t next_number() const { return first_number + static_cast<std::uint64_t>(num_chunks()); }
   DM_HOST_DEVICE RailPlace place(const RailShape& shape, std::int64_t position) const {
-    const std::int64_t chunk = position / shape.chunk_rows;
-    const std::int64_t left = num_rows - chunk * shape.chunk_rows;
+    const std::int64_t chunk = position / chunk_rows;
+    const std::int64_t left = num_rows - chunk * chunk_rows;
     const std::uint64_t number = first_number + static_cast<std::uint64_t>(chunk);
     return {number, static_cast<int>((number - 1) % static_cast<std::uint64_t>(shape.num_slots)),
-            static_cast<int>(position % shape.chunk_rows),
-            static_cast<int>(left < shape.chunk_rows ? left : shape.chunk_rows)};
+            static_cast<int>(position % chunk_rows), static_cast<int>(left < chunk_rows ? left : chunk_rows)};
   }
 };
 

@@ -28,6 +28,7 @@ enum class Region : int {
   kConsumed,       // Word[slots][R]          low latency, by receiver: epoch whose staging it has read
   kRankCounts,     // i32[depth][R src][R dst]
   kExpertCounts,   // i32[depth][R src][Lmax] rows of the source for each of my experts
+  kNodeRows,       // i32[depth][R src]       tokens of the source that go to my node
   kCount,
 };
 
@@ -57,6 +58,7 @@ inline constexpr std::size_t region_bytes(Region region, int num_ranks) {
     case Region::kRankCounts: return sizeof(std::int32_t) * kAnnounceDepth * r * r;
     case Region::kExpertCounts:
       return sizeof(std::int32_t) * kAnnounceDepth * r * static_cast<std::size_t>(expert_count_stride(num_ranks));
+    case Region::kNodeRows: return sizeof(std::int32_t) * kAnnounceDepth * r;
     case Region::kCount: return 0;
     default: return sizeof(Word) * r;
   }
@@ -99,6 +101,9 @@ class Workspace {
   std::int32_t* expert_counts(std::uint64_t epoch, int src) const {  // [expert_count_stride(R)]
     return at<std::int32_t>(Region::kExpertCounts) +
            (static_cast<std::ptrdiff_t>(ring_slot(epoch)) * num_ranks_ + src) * expert_count_stride(num_ranks_);
+  }
+  std::int32_t& node_rows(std::uint64_t epoch, int src) const {
+    return at<std::int32_t>(Region::kNodeRows)[ring_slot(epoch) * num_ranks_ + src];
   }
 
  private:

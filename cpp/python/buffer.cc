@@ -177,6 +177,9 @@ nb::class_<BufferObject> register_buffer(nb::module_& m) {
           "Collective. all_gather is called a few times and only in here. device: a CUDA ordinal, or -1 for the CPU.");
   cls.def_prop_ro("rank", [](const BufferObject& self) { return self.buffer().rank(); });
   cls.def_prop_ro("num_ranks", [](const BufferObject& self) { return self.buffer().num_ranks(); });
+  cls.def(
+      "get_num_rdma_ranks", [](const BufferObject& self) { return self.buffer().num_nodes(); }, "Nodes of the group.");
+  cls.def("get_rdma_rank", [](const BufferObject& self) { return self.buffer().node(); }, "This rank's node.");
   cls.def_prop_ro(
       "comm_stream",
       [](const BufferObject& self) { return reinterpret_cast<std::uintptr_t>(self.buffer().comm_stream()); },

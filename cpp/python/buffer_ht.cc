@@ -14,23 +14,42 @@ namespace nb = nanobind;
 namespace deep_moe::python {
 namespace {
 
-constexpr int kHandleItems = 5;
-constexpr const char* kHandleNames[kHandleItems] = {"handle[0] (rank_prefix_matrix)", "handle[1] (recv_src_idx)",
-                                                    "handle[2] (is_token_in_rank)", "handle[3] (send_index)",
-                                                    "handle[4] (meta)"};
+// A handle between nodes has three tensors more, before meta.
+constexpr int kHandleItems = 5, kRailHandleItems = 8;
+
+int num_handle_items(const BufferObject& self) {
+  return self.buffer().num_nodes() > 1 ? kRailHandleItems : kHandleItems;
+}
 
 DispatchHandle handle_of(const BufferObject& self, nb::handle handle) {
+  static constexpr const char* kNames[kRailHandleItems] = {
+      "handle[0] (rank_prefix_matrix)", "handle[1] (recv_src_idx)",
+      "handle[2] (is_token_in_rank)",   "handle[3] (send_index)",
+      "handle[4] (send_rdma_index)",    "handle[5] (recv_rdma_rank_prefix_sum)",
+      "handle[6] (send_nvl_index)",     "handle[7] (meta)"};
+  static constexpr const char* kNamesOnOneNode[kHandleItems] = {kNames[0], kNames[1], kNames[2], kNames[3],
+                                                                "handle[4] (meta)"};
   DispatchHandle out;
-  TensorView* const views[kHandleItems] = {&out.rank_prefix_matrix, &out.recv_src_idx, &out.is_token_in_rank,
-                                           &out.send_index, &out.meta};
-  self.handle_items(handle, kHandleNames, kHandleItems, views);
+  TensorView* views[kRailHandleItems] = {&out.rank_prefix_matrix, &out.recv_src_idx,
+                                         &out.is_token_in_rank,   &out.send_index,
+                                         &out.send_rdma_index,    &out.recv_rdma_rank_prefix_sum,
+                                         &out.send_nvl_index,     &out.meta};
+  const int count = num_handle_items(self);
+  if (count == kHandleItems) views[kHandleItems - 1] = &out.meta;
+  self.handle_items(handle, count == kHandleItems ? kNamesOnOneNode : kNames, count, views);
   return out;
 }
 
 nb::object handle_to_torch(OwnedDispatchHandle handle) {
-  return nb::make_tuple(to_torch(std::move(handle.rank_prefix_matrix)), to_torch(std::move(handle.recv_src_idx)),
-                        to_torch(std::move(handle.is_token_in_rank)), to_torch(std::move(handle.send_index)),
-                        to_torch(std::move(handle.meta)));
+  nb::list items;
+  for (Tensor* part : {&handle.rank_prefix_matrix, &handle.recv_src_idx, &handle.is_token_in_rank, &handle.send_index})
+    items.append(to_torch(std::move(*part)));
+  if (handle.send_rdma_index.view.defined()) {
+    for (Tensor* part : {&handle.send_rdma_index, &handle.recv_rdma_rank_prefix_sum, &handle.send_nvl_index})
+      items.append(to_torch(std::move(*part)));
+  }
+  items.append(to_torch(std::move(handle.meta)));
+  return nb::tuple(items);
 }
 
 StreamOptions streams_of(nb::handle previous_event, nb::handle async_finish) {
@@ -52,14 +71,14 @@ nb::object get_dispatch_layout(BufferObject& self, nb::handle topk_idx, nb::hand
   const std::int64_t experts = to_int(num_experts, "num_experts");
   const StreamOptions streams = streams_of(previous_event, async_finish);
   LayoutResult layout = self.run([&](Buffer& buffer) { return buffer.get_dispatch_layout(ids, experts, streams); });
-  return nb::make_tuple(to_torch(std::move(layout.num_tokens_per_rank)),
-                        to_torch(std::move(layout.num_tokens_per_expert)),
-                        to_torch(std::move(layout.is_token_in_rank)));
+  return nb::make_tuple(
+      to_torch(std::move(layout.num_tokens_per_rank)), to_torch(std::move(layout.num_tokens_per_rdma_rank)),
+      to_torch(std::move(layout.num_tokens_per_expert)), to_torch(std::move(layout.is_token_in_rank)));
 }
 
 // The outputs of get_dispatch_layout as the user passes them back.
 struct GivenLayout {
-  TensorView num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert;
+  TensorView num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert;
 };
 
 void check_vector(const TensorView& view, const char* name, std::int64_t length) {
@@ -73,8 +92,10 @@ void check_vector(const TensorView& view, const char* name, std::int64_t length)
   }
 }
 
-void check_layout(const GivenLayout& layout, const TensorView& data, int num_ranks) {
+void check_layout(const GivenLayout& layout, const TensorView& data, const Buffer& buffer) {
+  const int num_ranks = buffer.num_ranks();
   check_vector(layout.num_tokens_per_rank, "num_tokens_per_rank", num_ranks);
+  check_vector(layout.num_tokens_per_rdma_rank, "num_tokens_per_rdma_rank", buffer.num_nodes());
   check_vector(layout.num_tokens_per_expert, "num_tokens_per_expert", -1);
   const TensorView& in_rank = layout.is_token_in_rank;
   if (!in_rank.defined()) return;
@@ -121,9 +142,10 @@ void check_routing(const DispatchArgs& args) {
 }
 
 nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::handle num_tokens_per_rank,
-                    nb::handle is_token_in_rank, nb::handle num_tokens_per_expert, nb::handle topk_idx,
-                    nb::handle topk_weights, nb::handle expert_alignment, nb::handle num_worst_tokens,
-                    nb::handle num_experts, nb::handle num_sms, nb::handle previous_event, nb::handle async_finish) {
+                    nb::handle num_tokens_per_rdma_rank, nb::handle is_token_in_rank, nb::handle num_tokens_per_expert,
+                    nb::handle topk_idx, nb::handle topk_weights, nb::handle expert_alignment,
+                    nb::handle num_worst_tokens, nb::handle num_experts, nb::handle num_sms, nb::handle previous_event,
+                    nb::handle async_finish) {
   DispatchHandle cached;
   DispatchArgs args;
   self.prepare("dispatch", [&] {
@@ -143,11 +165,12 @@ nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::han
       return;
     }
     const GivenLayout layout{self.view(num_tokens_per_rank, "num_tokens_per_rank"),
+                             self.view(num_tokens_per_rdma_rank, "num_tokens_per_rdma_rank"),
                              self.view(is_token_in_rank, "is_token_in_rank"),
                              self.view(num_tokens_per_expert, "num_tokens_per_expert")};
     args.topk_idx = self.view(topk_idx, "topk_idx");
     args.topk_weights = self.view(topk_weights, "topk_weights");
-    check_layout(layout, args.x.data, self.buffer().num_ranks());
+    check_layout(layout, args.x.data, self.buffer());
     args.num_experts = experts_of(num_experts, layout);
     args.is_token_in_rank = layout.is_token_in_rank;
     args.num_tokens_per_expert = layout.num_tokens_per_expert;
@@ -203,23 +226,25 @@ void register_high_throughput(nb::class_<BufferObject>& cls) {
       nb::arg("previous_event").none(), nb::arg("async_finish").none(),
       nb::sig("def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, previous_event: int, "
               "async_finish: bool) -> "
-              "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"),
-      "(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local. previous_event: a cudaEvent_t, or 0.");
+              "tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]"),
+      "(num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank); local. The second is\n"
+      "None on one node. previous_event: a cudaEvent_t, or 0.");
   cls.def(
       "dispatch", dispatch, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("num_tokens_per_rank").none(),
-      nb::arg("is_token_in_rank").none(), nb::arg("num_tokens_per_expert").none(), nb::arg("topk_idx").none(),
-      nb::arg("topk_weights").none(), nb::arg("expert_alignment").none(), nb::arg("num_worst_tokens").none(),
-      nb::arg("num_experts").none(), nb::arg("num_sms").none(), nb::arg("previous_event").none(),
-      nb::arg("async_finish").none(),
+      nb::arg("num_tokens_per_rdma_rank").none(), nb::arg("is_token_in_rank").none(),
+      nb::arg("num_tokens_per_expert").none(), nb::arg("topk_idx").none(), nb::arg("topk_weights").none(),
+      nb::arg("expert_alignment").none(), nb::arg("num_worst_tokens").none(), nb::arg("num_experts").none(),
+      nb::arg("num_sms").none(), nb::arg("previous_event").none(), nb::arg("async_finish").none(),
       nb::sig(
           "def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
           "handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, "
-          "is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, "
+          "num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, "
+          "num_tokens_per_expert: torch.Tensor | None, "
           "topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, "
           "num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> "
           "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, "
           "torch.Tensor | None, list[int] | None, "
-          "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]"),
+          "tuple[torch.Tensor, ...] | None]"),
       "(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all\n"
       "but recv_x are None.");
   cls.def("combine", combine, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("topk_weights").none(),

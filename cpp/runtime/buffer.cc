@@ -47,6 +47,8 @@ Buffer::~Buffer() { impl_->destroy(); }
 
 int Buffer::rank() const { return impl_->rank; }
 int Buffer::num_ranks() const { return impl_->num_ranks; }
+int Buffer::num_nodes() const { return impl_->num_nodes; }
+int Buffer::node() const { return impl_->node; }
 const BufferOptions& Buffer::options() const { return impl_->options; }
 
 LayoutResult Buffer::get_dispatch_layout(const TensorView& topk_idx, std::int64_t num_experts,
@@ -120,7 +122,10 @@ std::uint32_t call_kind(const std::string& name) {
 }
 
 DispatchHandle OwnedDispatchHandle::view() const {
-  return {rank_prefix_matrix.view, recv_src_idx.view, is_token_in_rank.view, send_index.view, meta.view};
+  return {rank_prefix_matrix.view, recv_src_idx.view,
+          is_token_in_rank.view,   send_index.view,
+          send_rdma_index.view,    recv_rdma_rank_prefix_sum.view,
+          send_nvl_index.view,     meta.view};
 }
 
 LowLatencyHandle OwnedLowLatencyHandle::view() const {

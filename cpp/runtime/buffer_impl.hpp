@@ -16,6 +16,7 @@ struct Buffer::Impl {
   virtual ~Impl() = default;
 
   const int rank, num_ranks;
+  int num_nodes = 1, node = 0;  // constant once made
   const BufferOptions options;
   const std::uint64_t forks;  // fork_count() where this was made
 

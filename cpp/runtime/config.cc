@@ -7,7 +7,9 @@
 #include <deep_moe/error.hpp>
 
 #include "layout/low_latency_words.hpp"
+#include "layout/rail.hpp"
 #include "layout/rows.hpp"
+#include "runtime/topology.hpp"
 
 namespace deep_moe {
 namespace {
@@ -16,6 +18,7 @@ constexpr int kDefaultNumSms = 20;
 constexpr int kRanksPerNode = 8;
 constexpr std::int64_t kHintTokens = 4096;
 constexpr std::int64_t kHintTopk = 8;
+constexpr std::size_t kHintRailTopk = 16;
 constexpr std::int64_t kHintLowLatencyTopk = 16;
 constexpr std::int64_t kUsualTopk = 8;
 
@@ -89,12 +92,13 @@ std::size_t Config::get_nvl_buffer_size_hint(std::size_t hidden_bytes, int num_r
 
 std::size_t Config::get_rdma_buffer_size_hint(std::size_t hidden_bytes, int num_ranks) const {
   check_hint_arguments(hidden_bytes, num_ranks);
-  if (num_ranks <= kRanksPerNode) return 0;
-  // One ring for each (channel, node) and direction; two SMs a channel.
-  const std::size_t num_nodes = static_cast<std::size_t>((num_ranks + kRanksPerNode - 1) / kRanksPerNode);
-  const std::size_t num_channels = static_cast<std::size_t>(std::max(1, num_sms / 2));
-  const std::size_t slot = layout::align_up(hidden_bytes + kHintTopk * 12 + kRanksPerNode * 4, 128);
-  return 2 * num_channels * num_nodes * static_cast<std::size_t>(num_max_rdma_chunked_recv_tokens) * slot;
+  const std::int64_t cut = placement_here().local_ranks;
+  const int local_ranks = cut > 0 ? static_cast<int>(std::min<std::int64_t>(cut, num_ranks)) : kRanksPerNode;
+  if (num_ranks <= local_ranks) return 0;
+  // Rows with a 32-bit scale for every 32 values of a byte, as no usual format needs more.
+  const layout::RailRow row(hidden_bytes, hidden_bytes / 8, kHintRailTopk * 8, kHintRailTopk * 4, local_ranks);
+  return layout::rail_layout((num_ranks + local_ranks - 1) / local_ranks, local_ranks, layout::kChunkRows * row.stride)
+      .bytes();
 }
 
 Config dispatch_config(int num_ranks) { return tuned(kDispatchTable, num_ranks); }

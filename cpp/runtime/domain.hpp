@@ -11,9 +11,11 @@
 
 #include <deep_moe/buffer.hpp>
 
+#include "layout/rail.hpp"
 #include "layout/workspace.hpp"
 #include "runtime/control_channel.hpp"
 #include "runtime/heap.hpp"
+#include "runtime/topology.hpp"
 
 namespace deep_moe {
 
@@ -35,6 +37,10 @@ class Domain {
   int rank() const { return rank_; }
   int num_ranks() const { return num_ranks_; }
   const BufferOptions& options() const { return options_; }
+  const Topology& topology() const { return topology_; }
+  // Between nodes: what lies in each rank's network memory, the same on all, and where a peer's is mapped here.
+  const layout::RailLayout& rail_layout() const { return rail_layout_; }
+  char* network_memory(int peer) { return address(peer, kNetworkSegment, 0); }
   Heap& heap() { return *heap_; }
   const Heap& heap() const { return *heap_; }
 
@@ -85,8 +91,11 @@ class Domain {
   void depart() noexcept;  // local: tells the peers, closes the channels
 
   std::uint64_t epoch() const { return epoch_; }
+  std::uint64_t generation() const { return generation_; }
 
  private:
+  static constexpr int kWorkspaceSegment = 0, kNetworkSegment = 1;
+
   struct Peer {
     bool local = false;  // shares this process
     std::uint64_t uid = 0;
@@ -105,6 +114,8 @@ class Domain {
   const int rank_, num_ranks_;
   const BufferOptions options_;
   std::uint64_t uid_ = 0;
+  Topology topology_;
+  layout::RailLayout rail_layout_;
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<Segment> workspace_segment_;
   std::vector<layout::Workspace> workspaces_;

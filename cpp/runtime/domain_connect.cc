@@ -12,7 +12,7 @@
 namespace deep_moe {
 namespace {
 
-constexpr std::uint32_t kProtocolVersion = 1;
+constexpr std::uint32_t kProtocolVersion = 2;
 
 // What ranks tell each other first.
 struct Hello {
@@ -22,6 +22,8 @@ struct Hello {
   std::uint64_t uid;      // of this rank's domain
   std::uint64_t process;  // equal for ranks that are threads of one process
   std::uint64_t machine;  // equal for ranks of one boot of one machine
+  Placement placement;
+  std::int64_t num_rdma_bytes;
   char socket_name[96];
   char reason[layout::kReasonBytes];
 };
@@ -100,6 +102,8 @@ void Domain::connect(const Bootstrap& bootstrap) {
   std::exception_ptr own_error;
   try {
     check_options(options_);
+    hello.placement = placement_here();
+    hello.num_rdma_bytes = options_.num_rdma_bytes;
     max_bytes = max_heap_bytes();
     channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);
     std::memcpy(hello.socket_name, channel_->name().c_str(), channel_->name().size() + 1);
@@ -114,6 +118,8 @@ void Domain::connect(const Bootstrap& bootstrap) {
   std::vector<bool> by_socket;
   std::uint64_t group_uid = 0;
   int ranks_here = 0;
+  std::vector<Placement> placements;
+  std::int64_t most_rdma_bytes = 0;
   for (int peer = 0; peer < num_ranks_; ++peer) {
     const Hello& theirs = all[peer];
     const std::string who = "rank " + std::to_string(peer);
@@ -133,7 +139,14 @@ void Domain::connect(const Bootstrap& bootstrap) {
     by_socket.push_back(!peers_[peer].local);
     group_uid = group_uid * 31 + theirs.uid;
     ++ranks_here;
+    placements.push_back(theirs.placement);
+    most_rdma_bytes = std::max(most_rdma_bytes, theirs.num_rdma_bytes);
   }
+  topology_ = Topology(placements);
+  const bool between_nodes = topology_.num_nodes() > 1;
+  if (between_nodes)
+    rail_layout_ = layout::rail_layout_within(topology_.num_nodes(), topology_.num_local_ranks(),
+                                              static_cast<std::size_t>(most_rdma_bytes));
   // Spinning pays only where every rank has a core to itself.
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   spin_rounds_ = ranks_here <= cores ? 2000 : 20;
@@ -144,6 +157,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
     heap_ = std::make_shared<Heap>(
         max_bytes, [this](int id, const std::shared_ptr<Segment>& segment) { announce_segment(id, segment); });
     heap_->append_foreign(workspace_segment_);
+    if (between_nodes) heap_->append_foreign(HostSegment::create(rail_layout_.bytes()));
     std::string reason;
     if (options_.num_nvl_bytes > 0 && !heap_->grow(static_cast<std::size_t>(options_.num_nvl_bytes), &reason))
       throw BufferTooSmallError("num_nvl_bytes=" + std::to_string(options_.num_nvl_bytes) + ": " + reason);
@@ -161,7 +175,10 @@ void Domain::connect(const Bootstrap& bootstrap) {
   };
   agree_or_throw();
   try {
-    for (int peer = 0; peer < num_ranks_; ++peer) workspaces_.emplace_back(fetch_segment(peer, 0)->base(), num_ranks_);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      workspaces_.emplace_back(fetch_segment(peer, kWorkspaceSegment)->base(), num_ranks_);
+      if (between_nodes) network_memory(peer);
+    }
     mine().control().magic = layout::kWorkspaceMagic;
   } catch (const std::exception& error) {
     own_error = std::current_exception();

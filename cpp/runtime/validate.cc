@@ -1,5 +1,7 @@
 #include "runtime/validate.hpp"
 
+#include <algorithm>
+
 #include "layout/handle.hpp"
 
 namespace deep_moe {
@@ -22,13 +24,29 @@ bool readable_meta(const TensorView& meta) {
          meta.stride[0] == 1;
 }
 
-void check_handle(const DispatchHandle& handle, int num_ranks) {
+// The parts that a handle between nodes has more.
+void check_rail_parts(const DispatchHandle& handle, std::int64_t num_tokens, int num_ranks, int num_nodes) {
+  check_matrix("handle.send_rdma_index", handle.send_rdma_index, DType::kInt32, num_tokens, num_nodes);
+  const TensorView& prefix = handle.recv_rdma_rank_prefix_sum;
+  if (prefix.dtype != DType::kInt32 || prefix.num_dims != 1 || prefix.shape[0] != num_nodes)
+    throw_value("handle.recv_rdma_rank_prefix_sum", prefix.describe(), "int32 [" + num(num_nodes) + "]");
+  const bool contiguous =
+      handle.send_rdma_index.is_contiguous() && prefix.is_contiguous() && handle.send_nvl_index.is_contiguous();
+  if (!contiguous) throw_value("handle", "tensors that are not contiguous", "the handle that dispatch returned");
+  check_matrix("handle.send_nvl_index", handle.send_nvl_index, DType::kInt32, prefix.as<std::int32_t>()[num_nodes - 1],
+               num_ranks / num_nodes);
+}
+
+void check_handle(const DispatchHandle& handle, int num_ranks, int num_nodes) {
   const std::string allowed = "the handle that dispatch returned, unchanged";
   if (!readable_meta(handle.meta)) throw_value("handle", "meta " + handle.meta.describe(), allowed);
   const std::int64_t* meta = handle.meta.as<std::int64_t>();
   if (meta[layout::kMetaNumRanks] != num_ranks)
     throw_value("handle", "a handle of " + num(meta[layout::kMetaNumRanks]) + " ranks",
                 "one of this Buffer's " + num(num_ranks) + " ranks");
+  const std::int64_t nodes = std::max<std::int64_t>(1, meta[layout::kMetaNumNodes]);
+  if (nodes != num_nodes)
+    throw_value("handle", "a handle of " + num(nodes) + " nodes", "one of this Buffer's " + num(num_nodes) + " nodes");
   check_matrix("handle.rank_prefix_matrix", handle.rank_prefix_matrix, DType::kInt32, num_ranks, num_ranks);
   check_matrix("handle.send_index", handle.send_index, DType::kInt32, meta[layout::kMetaNumTokens], num_ranks);
   check_matrix("handle.is_token_in_rank", handle.is_token_in_rank, DType::kBool, meta[layout::kMetaNumTokens],
@@ -39,6 +57,7 @@ void check_handle(const DispatchHandle& handle, int num_ranks) {
   if (handle.recv_src_idx.dtype != DType::kInt32 || handle.recv_src_idx.numel() != meta[layout::kMetaNumRecv])
     throw_value("handle.recv_src_idx", handle.recv_src_idx.describe(),
                 "int32 [" + num(meta[layout::kMetaNumRecv]) + "]");
+  if (num_nodes > 1) check_rail_parts(handle, meta[layout::kMetaNumTokens], num_ranks, num_nodes);
 }
 
 void check_num_tokens(const char* name, std::int64_t num_tokens) {
@@ -156,7 +175,7 @@ void check_payload(const Payload& x, std::int64_t num_tokens) {
                 "int32 [" + num(num_tokens) + ", " + num((blocks + 3) / 4) + "], four packed scales each");
 }
 
-void validate(const DispatchArgs& args, int num_ranks, bool read_ids) {
+void validate(const DispatchArgs& args, int num_ranks, bool read_ids, int num_nodes) {
   std::int64_t num_tokens = 0;
   if (args.expert_alignment < 1 || args.expert_alignment > kMaxRows)
     throw_value("expert_alignment", num(args.expert_alignment), "1 to " + num(kMaxRows));
@@ -165,7 +184,7 @@ void validate(const DispatchArgs& args, int num_ranks, bool read_ids) {
   if (args.handle != nullptr) {
     if (args.topk_idx.defined() || args.topk_weights.defined())
       throw_value("topk_idx", "top-k tensors together with a handle", "none of them in cached mode");
-    check_handle(*args.handle, num_ranks);
+    check_handle(*args.handle, num_ranks, num_nodes);
     num_tokens = args.handle->meta.as<std::int64_t>()[layout::kMetaNumTokens];
     const std::int64_t num_recv = args.handle->meta.as<std::int64_t>()[layout::kMetaNumRecv];
     if (args.num_worst_tokens > 0 && args.num_worst_tokens != num_recv)
@@ -201,10 +220,10 @@ void validate(const DispatchArgs& args, int num_ranks, bool read_ids) {
   if (read_ids && args.topk_idx.defined()) check_topk_ids(args.topk_idx, args.num_experts);
 }
 
-void validate(const CombineArgs& args, int num_ranks) {
+void validate(const CombineArgs& args, int num_ranks, int num_nodes) {
   if (!args.x.defined() || !is_sum_dtype(args.x.dtype))
     throw_type("x", args.x.describe(), "bfloat16, float16 or float32 [num_recv_tokens, hidden]");
-  check_handle(args.handle, num_ranks);
+  check_handle(args.handle, num_ranks, num_nodes);
   const std::int64_t* meta = args.handle.meta.as<std::int64_t>();
   Payload x{args.x, {}};
   if (args.x.num_dims != 2 || args.x.shape[0] != meta[layout::kMetaNumRecv])

@@ -33,8 +33,8 @@ void check_no_overlap(const char* name, const TensorView& view, const TensorView
 bool is_sum_dtype(DType dtype);  // bf16, fp16, fp32
 
 // `read_ids`: also check every id, which reads topk_idx on the host.
-void validate(const DispatchArgs& args, int num_ranks, bool read_ids = true);
-void validate(const CombineArgs& args, int num_ranks);
+void validate(const DispatchArgs& args, int num_ranks, bool read_ids = true, int num_nodes = 1);
+void validate(const CombineArgs& args, int num_ranks, int num_nodes = 1);
 layout::CallSignature signature(const DispatchArgs& args);
 layout::CallSignature signature(const CombineArgs& args);
 

@@ -93,6 +93,12 @@ class Buffer:
     @property
     def num_ranks(self) -> int: ...
 
+    def get_num_rdma_ranks(self) -> int:
+        """Nodes of the group."""
+
+    def get_rdma_rank(self) -> int:
+        """This rank's node."""
+
     @property
     def comm_stream(self) -> int:
         """The cudaStream_t of the Buffer's calls; 0 on the CPU."""
@@ -127,12 +133,13 @@ class Buffer:
     def destroy(self) -> None:
         """Local and idempotent."""
 
-    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """
-        (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank); local. previous_event: a cudaEvent_t, or 0.
+        (num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank); local. The second is
+        None on one node. previous_event: a cudaEvent_t, or 0.
         """
 
-    def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple[torch.Tensor, ...] | None]:
         """
         (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all
         but recv_x are None.

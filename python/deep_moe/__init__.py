@@ -24,7 +24,7 @@ from .errors import (
     UnavailableError,
 )
 from .events import EventHandle, EventOverlap
-from .handles import DispatchHandle, LowLatencyHandle
+from .handles import DispatchHandle, InternodeDispatchHandle, LowLatencyHandle
 
 __all__ = [
     "Buffer",
@@ -38,6 +38,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "ForkedProcessError",
+    "InternodeDispatchHandle",
     "LowLatencyHandle",
     "PeerLostError",
     "PeerRefusedError",

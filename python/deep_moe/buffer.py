@@ -19,7 +19,7 @@ from .config import (
     whole_number,
 )
 from .events import EventHandle, EventOverlap
-from .handles import DispatchHandle
+from .handles import DispatchHandle, InternodeDispatchHandle
 
 __all__ = ["Buffer"]
 
@@ -49,7 +49,9 @@ class Buffer(LowLatencyCalls):
         group: a torch ProcessGroup of any backend, used in the constructor alone; or None with ``comm``.
         num_nvl_bytes: bytes that the heap has at the start; it grows to what calls need. Whole-valued floats
         are taken.
-        num_rdma_bytes: bytes of low-latency staging at the start.
+        num_rdma_bytes: bytes of low-latency staging at the start; between nodes also what the rings of the
+            high-throughput mode may take (:meth:`deep_moe.Config.get_rdma_buffer_size_hint`; the largest
+            value on any rank counts, and 0 leaves room for rows of 7168 bfloat16 elements).
         low_latency_mode: prepare for low-latency calls, which work either way.
         num_qps_per_rank: queue pairs of the network.
         allow_nvlink_for_low_latency_mode: kept for compatibility.
@@ -134,17 +136,18 @@ class Buffer(LowLatencyCalls):
             allocate_on_comm_stream: results belong to the communication stream; needs both of the above.
 
         Returns:
-            ``(num_tokens_per_rank [R] int32, None, num_tokens_per_expert [E] int32, is_token_in_rank [T, R]
-            bool, event)``. The second counts ranks of other nodes and is None within one. Ordinary tensors.
+            ``(num_tokens_per_rank [R] int32, num_tokens_per_rdma_rank [N] int32, num_tokens_per_expert [E]
+            int32, is_token_in_rank [T, R] bool, event)``. The second counts the tokens that go to each node
+            and is None where there is one. Ordinary tensors.
 
         Raises:
             ValueError: an id outside [-1, E), or a wrong shape. TypeError: a wrong dtype.
         """
         behind = check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        per_rank, per_expert, in_rank = self.runtime.get_dispatch_layout(
+        per_rank, per_node, per_expert, in_rank = self.runtime.get_dispatch_layout(
             topk_idx, num_experts, behind, async_finish
         )
-        return per_rank, None, per_expert, in_rank, self._event(async_finish, topk_idx)
+        return per_rank, per_node, per_expert, in_rank, self._event(async_finish, topk_idx)
 
     @overload
     def dispatch(
@@ -165,7 +168,14 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = ...,
         *,
         num_experts: int | None = ...,
-    ) -> tuple[P, torch.Tensor | None, torch.Tensor | None, list[int], DispatchHandle, EventOverlap]: ...
+    ) -> tuple[
+        P,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        list[int],
+        DispatchHandle | InternodeDispatchHandle,
+        EventOverlap,
+    ]: ...
 
     @overload
     def dispatch(
@@ -223,7 +233,7 @@ class Buffer(LowLatencyCalls):
                 ``(data [T, H], scales [T, S] or [T])``, scales with any strides. Bytes travel as they are.
             handle: of an earlier dispatch; any tuple of its tensors.
             num_tokens_per_rank: ``[R]`` int32, of get_dispatch_layout.
-            num_tokens_per_rdma_rank: of get_dispatch_layout; not used within one node.
+            num_tokens_per_rdma_rank: ``[N]`` int32, of get_dispatch_layout; may be left out.
             is_token_in_rank: ``[T, R]`` bool, of get_dispatch_layout.
             num_tokens_per_expert: ``[E]`` int32, of get_dispatch_layout.
             topk_idx: ``[T, K]`` int64 or int32, global expert ids, -1 for none; contiguous.
@@ -262,6 +272,7 @@ class Buffer(LowLatencyCalls):
             x,
             handle,
             num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
             is_token_in_rank,
             num_tokens_per_expert,
             topk_idx,
@@ -273,7 +284,10 @@ class Buffer(LowLatencyCalls):
             behind,
             async_finish,
         )
-        made = DispatchHandle._make(new_handle) if new_handle is not None else None
+        made: DispatchHandle | InternodeDispatchHandle | None = None
+        if new_handle is not None:
+            within = len(new_handle) == len(DispatchHandle._fields)
+            made = (DispatchHandle if within else InternodeDispatchHandle)._make(new_handle)
         event = self._event(
             async_finish,
             x,
@@ -302,6 +316,8 @@ class Buffer(LowLatencyCalls):
         """Brings rows back to the tokens they came from and adds them up, without weights. Collective.
 
         The sum is fp32: first the biases, then the ranks in ascending order, rounded once to x's dtype.
+        Between nodes, node by node: what another node's ranks hold is summed there and rounded to x's dtype
+        for the network, in one row a token.
 
         Args:
             x: ``[N, H]`` bfloat16, float16 or float32, rows as the dispatch gave them. A received tensor

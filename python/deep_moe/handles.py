@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DispatchHandle", "LowLatencyHandle"]
+__all__ = ["DispatchHandle", "InternodeDispatchHandle", "LowLatencyHandle"]
 
 
 class DispatchHandle(NamedTuple):
@@ -26,6 +26,27 @@ class DispatchHandle(NamedTuple):
     """[T, R] bool: whether the token went to the rank."""
     send_index: Tensor
     """[T, R] int32: the row that the token became there, or -1."""
+    meta: Tensor
+    """[8] int64: sizes of the call."""
+
+
+class InternodeDispatchHandle(NamedTuple):
+    """Of the high-throughput mode between N nodes of L ranks. F rows came from peers on other nodes."""
+
+    rank_prefix_matrix: Tensor
+    """[R, R] int32, as in :class:`DispatchHandle`, and so are the next three."""
+    recv_src_idx: Tensor
+    """[N] int32."""
+    is_token_in_rank: Tensor
+    """[T, R] bool."""
+    send_index: Tensor
+    """[T, R] int32."""
+    send_rdma_index: Tensor
+    """[T, N] int32: which of this rank's rows for that node the token is; -1 for none and at its own node."""
+    recv_rdma_rank_prefix_sum: Tensor
+    """[N] int32: rows that came from this rank's peers on the nodes up to and including this one."""
+    send_nvl_index: Tensor
+    """[F, L] int32: the row that each of them became at each rank of this node, or -1."""
     meta: Tensor
     """[8] int64: sizes of the call."""
 

@@ -9,9 +9,10 @@ N received rows. A *payload* is what travels: one tensor ``[T, H]``, or a pair o
 ``[T, S]`` or ``[T]``, of any element types. ``-1`` in ``topk_idx`` means "no selection".
 
 How sums are rounded. All sums are fp32, ranks in ascending order, and are rounded once a hop. The combine of
-the high-throughput mode has one hop. That of the low-latency mode has two when each rank pre-reduces the rows
-of its own experts (``pre_reduced=True``: the weights were given to the dispatch, or the combine has no hook),
-and one when every expert's row travels by itself.
+the high-throughput mode has one hop on one node, and two from other nodes (``nodes=``). That of the
+low-latency mode has two when each rank pre-reduces the rows of its own experts (``pre_reduced=True``: the
+weights were given to the dispatch, or the combine has no hook), and one when every expert's row travels by
+itself.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = [
     "low_latency_combine",
     "low_latency_dispatch",
     "low_latency_slots",
+    "num_tokens_per_node",
     "pack_ue8m0",
     "unpack_ue8m0",
 ]
@@ -198,13 +200,18 @@ def combine(
     in_rank: Sequence[Tensor],
     topk_weights: Sequence[Tensor] | None = None,
     bias: Sequence[tuple[Tensor, ...]] | None = None,
+    *,
+    nodes: Sequence[int] | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
     """The way back: each token gets its biases ``[T, H]`` plus the unweighted sum of its rows ``y [N, H]``.
 
     ``in_rank`` are the masks ``[T, R]`` of the dispatch; ``topk_weights [N, K]`` are summed in the same way.
-    A token that went nowhere gets its biases, or zeros.
+    A token that went nowhere gets its biases, or zeros. ``nodes`` is each rank's node, numbered in the order
+    of their lowest ranks: nodes are added in ascending order, and the rows that another node holds are first
+    summed there and rounded to the type of ``y``, without the weights.
     """
     num_ranks = len(y)
+    node_of = [0] * num_ranks if nodes is None else list(nodes)
     returned = []
     for src in range(num_ranks):
         num_tokens = in_rank[src].shape[0]
@@ -212,15 +219,30 @@ def combine(
         for one in bias[src] if bias is not None else ():
             total += one.float()
         sum_weights = None if topk_weights is None else torch.zeros(num_tokens, topk_weights[src].shape[1])
-        for dst in range(num_ranks):
-            sent = in_rank[src][:, dst]
-            first = sum(int(in_rank[earlier][:, dst].sum()) for earlier in range(src))
-            rows = slice(first, first + int(sent.sum()))
-            total[sent] += y[dst][rows].float()
-            if topk_weights is not None and sum_weights is not None:
-                sum_weights[sent] += topk_weights[dst][rows]
+        for node in sorted(set(node_of)):
+            here = node == node_of[src]
+            part = total if here else torch.zeros_like(total)
+            part_weights = sum_weights if here or sum_weights is None else torch.zeros_like(sum_weights)
+            for dst in [rank for rank in range(num_ranks) if node_of[rank] == node]:
+                sent = in_rank[src][:, dst]
+                first = sum(int(in_rank[earlier][:, dst].sum()) for earlier in range(src))
+                rows = slice(first, first + int(sent.sum()))
+                part[sent] += y[dst][rows].float()
+                if topk_weights is not None and part_weights is not None:
+                    part_weights[sent] += topk_weights[dst][rows]
+            if not here:
+                total += part.to(y[src].dtype).float()
+                if sum_weights is not None and part_weights is not None:
+                    sum_weights += part_weights
         returned.append((total.to(y[src].dtype), sum_weights))
     return returned
+
+
+def num_tokens_per_node(in_rank: Tensor, nodes: Sequence[int]) -> Tensor:
+    """``[N] int32``: tokens of ``in_rank [T, R]`` that go to any rank of each node."""
+    node_of = torch.tensor(list(nodes))
+    counts = [int(in_rank[:, node_of == node].any(1).sum()) for node in range(int(node_of.max()) + 1)]
+    return torch.tensor(counts, dtype=torch.int32)
 
 
 # ---- fp8 ----

@@ -78,9 +78,11 @@ struct Shared {
   }
   static layout::RailLayout layout_of(const World& world) {
     const auto row_bytes = static_cast<std::size_t>(world.row_words) * 4;
-    return layout::RailLayout({world.num_nodes, world.num_slots, world.chunk_rows,
-                               layout::RailRow(row_bytes, 0, 0, 0, world.num_local_ranks).stride,
-                               static_cast<std::size_t>(world.num_local_ranks + 1) * 4});
+    // Exact room for chunk_rows rows, so that as many make a chunk.
+    return layout::RailLayout(
+        {world.num_nodes, world.num_slots,
+         static_cast<std::size_t>(world.chunk_rows) * layout::RailRow(row_bytes, 0, 0, 0, world.num_local_ranks).stride,
+         static_cast<std::size_t>(world.num_local_ranks + 1) * 4});
   }
 
   const World& world;
@@ -173,16 +175,17 @@ class Rank {
         relay(rank_, counts.data());
         continue;
       }
-      const std::size_t out = shared_.layout.record(RailRegion::kNotifyOut, epoch_, node);
+      const std::size_t out = shared_.layout.record(RailRegion::kNotifyOut, epoch_, node_, node);
       std::memcpy(network_->memory() + out, counts.data(), counts.size() * 4);
-      network_->put_signal(node * L + local_, shared_.layout.record(RailRegion::kNotifyIn, epoch_, node_), out,
-                           counts.size() * 4, shared_.layout.notify_word(epoch_, node_), epoch_);
+      network_->put_signal(node * L + local_, shared_.layout.record(RailRegion::kNotifyIn, epoch_, node, node_), out,
+                           counts.size() * 4, shared_.layout.notify_word(epoch_, node, node_), epoch_);
     }
     for (int node = 0; node < world_.num_nodes; ++node) {
       if (node == node_) continue;
-      wait("a peer's counts", [&] { return network_->test(shared_.layout.notify_word(epoch_, node)) == epoch_; });
+      wait("a peer's counts",
+           [&] { return network_->test(shared_.layout.notify_word(epoch_, node_, node)) == epoch_; });
       std::vector<std::int32_t> counts(static_cast<std::size_t>(L + 1));
-      std::memcpy(counts.data(), network_->memory() + shared_.layout.record(RailRegion::kNotifyIn, epoch_, node),
+      std::memcpy(counts.data(), network_->memory() + shared_.layout.record(RailRegion::kNotifyIn, epoch_, node_, node),
                   counts.size() * 4);
       relay(node * L + local_, counts.data());
       rows_in_[static_cast<std::size_t>(node)] = counts.back();
@@ -227,8 +230,8 @@ class Rank {
       if (node == node_) continue;
       const auto n = static_cast<std::size_t>(node);
       const int peer = node * L + local_;
-      out_[n].begin(rows_out_[n]);
-      in_[n].begin(rows_in_[n]);
+      out_[n].begin(rows_out_[n], row_.stride);
+      in_[n].begin(rows_in_[n], row_.stride);
       for (int local = 0; local < L; ++local) bases[n].push_back(base(peer, local));
     }
     int token = 0, node_of_token = 0;
@@ -325,8 +328,8 @@ class Rank {
       if (static_cast<int>(n) == node_) continue;
       to_collect[n] = static_cast<int>(forward_map_[n].size()) / L;
       for (int token = 0; token < T; ++token) to_own[n] += position_[static_cast<std::size_t>(token) * nodes + n] >= 0;
-      out_[n].begin(to_collect[n]);
-      in_[n].begin(to_own[n]);
+      out_[n].begin(to_collect[n], row_.stride);
+      in_[n].begin(to_own[n], row_.stride);
     }
     // C2 and C3 for the next row of a ring that has a free slot.
     const auto collect_next = [&](std::size_t n) {

@@ -157,9 +157,10 @@ class ForgedCredits : public cpu::OneSided {
   char* memory() override { return port_.memory(); }
   void put_signal(int rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t signal,
                   std::uint64_t value) override {
+    const int node = rank / num_local_ranks_;
     for (int slot = 0; slot < layout_.shape().num_slots; ++slot) {
-      if (signal == layout_.word(layout::RailRegion::kChunkArrived, my_node_, slot))
-        credits_[layout_.word(layout::RailRegion::kChunkCredit, rank / num_local_ranks_, slot)] = value;
+      if (signal == layout_.word(layout::RailRegion::kChunkArrived, node, my_node_, slot))
+        credits_[layout_.word(layout::RailRegion::kChunkCredit, my_node_, node, slot)] = value;
     }
     port_.put_signal(rank, to, from, bytes, signal, value);
   }

@@ -86,10 +86,36 @@ TEST_CASE("a lost credit ends in a wait that says what is missing") {
 }
 
 TEST_CASE("the regions of a rail's block do not overlap") {
-  const layout::RailLayout rail({5, 3, 4, 48, 100});
-  CHECK(rail.word(RailRegion::kChunkArrived, 4, 2) + 8 <= rail.word(RailRegion::kChunkCredit, 0, 0));
-  CHECK(rail.notify_word(7, 4) + 8 <= rail.record(RailRegion::kNotifyIn, 0, 0));
-  CHECK(rail.record(RailRegion::kNotifyIn, 7, 4) + 100 <= rail.record(RailRegion::kNotifyOut, 0, 0));
-  CHECK(rail.chunk(RailRegion::kRingSlots, 4, 2) + 4 * 48 <= rail.chunk(RailRegion::kSendSlots, 0, 0));
-  CHECK(rail.chunk(RailRegion::kSendSlots, 4, 2) + 4 * 48 <= rail.bytes());
+  const layout::RailLayout rail({5, 3, 256, 100});
+  // The last peer of node 1 is node 0, the first is node 2.
+  CHECK(rail.word(RailRegion::kChunkArrived, 1, 0, 2) + 8 <= rail.word(RailRegion::kChunkCredit, 1, 2, 0));
+  CHECK(rail.notify_word(7, 1, 0) + 8 <= rail.record(RailRegion::kNotifyIn, 0, 1, 2));
+  CHECK(rail.record(RailRegion::kNotifyIn, 7, 1, 0) + 100 <= rail.record(RailRegion::kNotifyOut, 0, 1, 2));
+  CHECK(rail.slot(RailRegion::kRingSlots, 1, 0, 2) + 256 <= rail.slot(RailRegion::kSendSlots, 1, 2, 0));
+  CHECK(rail.slot(RailRegion::kSendSlots, 1, 0, 2) + 256 <= rail.bytes());
+}
+
+TEST_CASE("no two peers of a rank share a slot") {
+  const layout::RailLayout rail({4, 2, 512, 100});
+  for (int owner = 0; owner < 4; ++owner) {
+    std::vector<std::size_t> seen;
+    for (int peer = 0; peer < 4; ++peer) {
+      for (int slot = 0; peer != owner && slot < 2; ++slot)
+        seen.push_back(rail.slot(RailRegion::kRingSlots, owner, peer, slot));
+    }
+    std::sort(seen.begin(), seen.end());
+    CHECK(std::adjacent_find(seen.begin(), seen.end()) == seen.end());
+    CHECK(seen.back() + 512 <= rail.slot(RailRegion::kSendSlots, owner, (owner + 1) % 4, 0));
+  }
+}
+
+TEST_CASE("a block within a number of bytes is at most that large, and as large as its slots allow") {
+  for (const int nodes : {2, 3, 9, 128}) {
+    CAPTURE(nodes);
+    const std::size_t wanted = layout::rail_layout(nodes, 8, 8 * 14800).bytes();
+    const layout::RailLayout within = layout::rail_layout_within(nodes, 8, wanted);
+    CHECK(within.bytes() <= wanted);
+    CHECK(within.shape().slot_bytes >= 8 * 14800);
+    CHECK(layout::rail_layout_within(nodes, 8, 1).shape().slot_bytes == 0);
+  }
 }

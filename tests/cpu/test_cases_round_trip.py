@@ -98,8 +98,7 @@ def test_high_throughput(case: Case, form: str) -> None:
     run(high_throughput(case), case.ranks, form)
 
 
-@pytest.mark.parametrize("case", LOW_LATENCY, ids=str)
-def test_low_latency(case: Case, form: str) -> None:
+def low_latency(case: Case) -> Program:
     """Rows as they are and as fp8; with and without hooks; summed before the link and behind it."""
     given, cap = case.inputs(), max(*case.tokens, 1)
     fp8 = case.payload == "plain" and case.hidden % 128 == 0
@@ -114,7 +113,12 @@ def test_low_latency(case: Case, form: str) -> None:
         ),
         LowLatencyCombine(4, seed=2, hook="now", out=True),
     ]
-    run(Program(calls), case.ranks, form)
+    return Program(calls)
+
+
+@pytest.mark.parametrize("case", LOW_LATENCY, ids=str)
+def test_low_latency(case: Case, form: str) -> None:
+    run(low_latency(case), case.ranks, form)
 
 
 def test_z2_with_no_tokens_returns_at_once(form: str) -> None:

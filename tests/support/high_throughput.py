@@ -14,7 +14,7 @@ from deep_moe import reference
 from .compare import same_bits, same_values
 from .device import where
 from .inputs import Inputs, random_rows, rng
-from .program import Call, Here
+from .program import Call, Expected, Here
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Dispatch(Call):
         layout, (x, idx, weights, counts, handle, event) = kept
         return {
             "layout": layout and [layout[0], layout[2], layout[3]],
-            "no nodes": layout is None or layout[1] is None,
+            "per node": layout and layout[1],
             "x": x,
             "idx": idx,
             "weights": weights,
@@ -58,7 +58,7 @@ class Dispatch(Call):
             "event": event.event is None,
         }
 
-    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> Routed:
+    def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> Routed:
         given = self.inputs
         routes = [reference.layout(idx, given.experts, given.ranks) for idx in given.topk_idx]
         received = reference.dispatch(
@@ -75,13 +75,23 @@ class Dispatch(Call):
                 same_bits(got["layout"][0], route.num_tokens_per_rank, f"{at}, num_tokens_per_rank")
                 same_bits(got["layout"][1], route.num_tokens_per_expert, f"{at}, num_tokens_per_expert")
                 same_bits(got["layout"][2], route.is_token_in_rank, f"{at}, is_token_in_rank")
-            assert got["no nodes"], f"{at}: num_tokens_per_rdma_rank is not None on one node"
+            self._check_nodes(got, route, expected, at)
             assert got["event"], f"{at}: the event of a synchronous call is not empty"
             same_bits(got["in rank"], route.is_token_in_rank, f"{at}, handle.is_token_in_rank")
             assert got["counts"] == want.num_tokens_per_expert, f"{at}: {got['counts']}"
             assert all(type(count) is int for count in got["counts"]), f"{at}: counts are not Python ints"
             self._check_rows(got, want, at)
         return Routed(given, [route.is_token_in_rank for route in routes], received)
+
+    def _check_nodes(self, got: dict[str, Any], route: reference.Layout, expected: Expected, at: str) -> None:
+        if got["layout"] is None:
+            return
+        nodes = expected.nodes(self.inputs.ranks)
+        if max(nodes) == 0:
+            assert got["per node"] is None, f"{at}: num_tokens_per_rdma_rank is not None on one node"
+            return
+        counts = reference.num_tokens_per_node(route.is_token_in_rank, nodes)
+        same_bits(got["per node"], counts, f"{at}, num_tokens_per_rdma_rank")
 
     def _check_rows(self, got: dict[str, Any], want: reference.Received, at: str) -> None:
         rows = (
@@ -130,7 +140,7 @@ class CachedDispatch(Call):
     def collect(self, here: Here, kept: Any) -> dict[str, Any]:
         return {"x": kept[0], "rest": [part is None for part in kept[1:5]]}
 
-    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> None:
+    def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> None:
         routed: Routed = expected[self.of]
         rows = reference.dispatch_cached(self.x, routed.in_rank)
         for rank, (got, want) in enumerate(zip(results, rows, strict=True)):
@@ -183,7 +193,7 @@ class Combine(Call):
         into_out = out is None or combined.data_ptr() == out.data_ptr()
         return {"x": combined, "weights": weights, "event": event.event is None, "out": into_out}
 
-    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> None:
+    def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> None:
         routed: Routed = expected[self.of]
         given, ranks = routed.inputs, range(routed.inputs.ranks)
         dtype = self.dtype or given.dtype
@@ -191,7 +201,10 @@ class Combine(Call):
         y = [self.rows(rank, len(received[rank].topk_idx), given.hidden, dtype) for rank in ranks]
         biases = [self.bias(rank, len(routed.in_rank[rank]), given.hidden, dtype) for rank in ranks]
         weights = [one.topk_weights for one in received if one.topk_weights is not None]
-        combined = reference.combine(y, routed.in_rank, weights if self.weights else None, biases)
+        nodes = expected.nodes(len(y))
+        combined = reference.combine(
+            y, routed.in_rank, weights if self.weights else None, biases, nodes=nodes
+        )
         for rank, (got, want) in enumerate(zip(results, combined, strict=True)):
             at = f"{what}, rank {rank}"
             same_values(got["x"], want[0], f"{at}, combined_x")

@@ -13,7 +13,7 @@ from deep_moe import reference
 
 from .compare import one_rounding, same_bits, same_values, within
 from .inputs import Inputs, random_rows, rng
-from .program import Call, Here, packed
+from .program import Call, Expected, Here, packed
 
 # What a 10-bit logarithmic code may be off by: a sign, and 9 bits for 32 octaves below a block's largest.
 LOGFMT_RELATIVE_ERROR = 2 ** (32 / (2**9 - 2)) - 1
@@ -73,7 +73,7 @@ class LowLatencyDispatch(Call):
             "event": event.event is None,
         }
 
-    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> Any:
+    def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> Any:
         received = reference.low_latency_dispatch(
             self.inputs.x,
             self.inputs.topk_idx,
@@ -158,7 +158,7 @@ class LowLatencyCombine(Call):
         into_out = out is None or combined.data_ptr() == out.data_ptr()
         return {"x": combined, "event": event.event is None, "out": into_out}
 
-    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> None:
+    def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> None:
         dispatch: LowLatencyDispatch = expected[self.of]
         given = dispatch.inputs
         counts = reference.low_latency_slots(given.topk_idx, given.experts)[1]

@@ -7,9 +7,10 @@ that damages a tensor handed out by an earlier one is caught too.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class Call:
         """What one rank holds at the end of the program."""
         raise NotImplementedError
 
-    def check(self, results: Sequence[dict[str, Any]], expected: list[Any], what: str) -> Any:
+    def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> Any:
         """Compare the ranks' results; what it returns is this call's entry of `expected`, for later calls."""
         raise NotImplementedError
 
@@ -105,13 +106,43 @@ class Program:
     calls: Sequence[Call]
     buffers: Sequence[BufferOptions] = (BufferOptions(),)
     newest_hook_first: bool = False  # in which order the hooks left over at the end are called
+    local_ranks: int = 0  # ranks of a node; 0: all ranks are on one
 
     def only(self, rank: int) -> Program:
-        return Program([call.only(rank) for call in self.calls], self.buffers, self.newest_hook_first)
+        return replace(self, calls=[call.only(rank) for call in self.calls])
+
+
+class Expected(list[Any]):
+    """What each call of a program so far has left for later ones to be checked against."""
+
+    def __init__(self, local_ranks: int) -> None:
+        super().__init__()
+        self.local_ranks = local_ranks
+
+    def nodes(self, num_ranks: int) -> list[int]:
+        """Each rank's node."""
+        return [rank // (self.local_ranks or num_ranks) for rank in range(num_ranks)]
+
+
+@contextlib.contextmanager
+def cut_into_nodes(comm: Any, local_ranks: int) -> Iterator[None]:
+    """Buffers made in here see nodes of so many ranks. Ranks may be threads, which share an environment."""
+    if not local_ranks:
+        yield
+        return
+    comm.allgather(None)
+    os.environ["DEEP_MOE_LOCAL_RANKS"] = str(local_ranks)
+    comm.allgather(None)
+    try:
+        yield
+        comm.allgather(None)
+    finally:
+        os.environ.pop("DEEP_MOE_LOCAL_RANKS", None)
 
 
 def run_on_rank(comm: Any, rank: int, program: Program) -> list[dict[str, Any]]:
-    buffers = [options.make(comm) for options in program.buffers]
+    with cut_into_nodes(comm, program.local_ranks):
+        buffers = [options.make(comm) for options in program.buffers]
     try:
         return execute(program, rank, buffers)
     finally:
@@ -149,7 +180,7 @@ def run(
 
 
 def check(program: Program, results: Sequence[Sequence[dict[str, Any]]]) -> None:
-    expected: list[Any] = []
+    expected = Expected(program.local_ranks)
     for index, call in enumerate(program.calls):
         of_call = [result[index] for result in results]
         expected.append(call.check(of_call, expected, f"call {index} ({type(call).__name__})"))

@@ -20,8 +20,10 @@
 namespace deep_moe {
 
 struct BufferOptions {
-  std::int64_t num_nvl_bytes = 0;   // starting capacity of the heap; it grows to what a call needs
-  std::int64_t num_rdma_bytes = 0;  // starting capacity of the low-latency staging
+  std::int64_t num_nvl_bytes = 0;  // starting capacity of the heap; it grows to what a call needs
+  // Low latency: starting capacity of the staging. Between nodes: what the rings may take (its largest value on any
+  // rank counts); 0: room for rows of 7168 bf16 elements, see Config::get_rdma_buffer_size_hint.
+  std::int64_t num_rdma_bytes = 0;
   bool low_latency_mode = false;
   bool enable_shrink = false;      // low latency: mask a rank that does not answer instead of failing
   double timeout_seconds = 100.0;  // deadline of every wait
@@ -59,18 +61,24 @@ struct DispatchHandle {
   TensorView recv_src_idx;        // [N] i32, source token of each received row; -1 past the end
   TensorView is_token_in_rank;    // [T, R] bool
   TensorView send_index;          // [T, R] i32, row index of the token at that rank, or -1
-  TensorView meta;                // [8] i64, on GPUs [8] or [8 + R], see layout/handle.hpp
+  // Between nodes only, N of L ranks each; on one node undefined. F rows came from this rank's peers on other nodes.
+  TensorView send_rdma_index;            // [T, N] i32, which of this rank's rows for that node the token is, or -1
+  TensorView recv_rdma_rank_prefix_sum;  // [N] i32, rows from the peers on nodes up to this one
+  TensorView send_nvl_index;             // [F, L] i32, final index at each rank of this node, or -1
+  TensorView meta;                       // [8] i64, on GPUs [8] or [8 + R], see layout/handle.hpp
 };
 
 struct OwnedDispatchHandle {
-  Tensor rank_prefix_matrix, recv_src_idx, is_token_in_rank, send_index, meta;
+  Tensor rank_prefix_matrix, recv_src_idx, is_token_in_rank, send_index, send_rdma_index, recv_rdma_rank_prefix_sum,
+      send_nvl_index, meta;
   DispatchHandle view() const;
 };
 
 struct LayoutResult {
-  Tensor num_tokens_per_rank;    // [R] i32
-  Tensor num_tokens_per_expert;  // [E] i32
-  Tensor is_token_in_rank;       // [T, R] bool
+  Tensor num_tokens_per_rank;       // [R] i32
+  Tensor num_tokens_per_rdma_rank;  // [N] i32, tokens for each node; undefined on one node
+  Tensor num_tokens_per_expert;     // [E] i32
+  Tensor is_token_in_rank;          // [T, R] bool
 };
 
 struct DispatchArgs {
@@ -180,6 +188,8 @@ class Buffer {
 
   int rank() const;
   int num_ranks() const;
+  int num_nodes() const;
+  int node() const;  // this rank's
   const BufferOptions& options() const;
 
   // Local: no other rank is involved.

@@ -22,6 +22,8 @@ struct Config {
   // Bytes of heap with which no growth is needed for one dispatch of up to kHintTokens tokens a rank with rows of
   // `hidden_bytes` bytes, all of them coming to one rank's heap together with a staged combine.
   std::size_t get_nvl_buffer_size_hint(std::size_t hidden_bytes, int num_ranks) const;
+  // Bytes of the rings between nodes with which a chunk takes as many rows of `hidden_bytes` bytes as it ever does, at
+  // any number of tokens; 0 on one node. A node has 8 ranks, or DEEP_MOE_LOCAL_RANKS.
   std::size_t get_rdma_buffer_size_hint(std::size_t hidden_bytes, int num_ranks) const;
 };
 
