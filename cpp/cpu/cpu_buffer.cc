@@ -177,8 +177,7 @@ void CpuBuffer::check_shrink(const char* call) const {
 
 void CpuBuffer::unmask() {
   // Collective, whatever this rank's own mask says: the rank that others have masked may have masked nobody.
-  guarded([&] { domain_->reset(true); });
-  restart();
+  guarded([&] { start_over(true); });
 }
 
 void CpuBuffer::update_mask(int peer, bool masked) {
@@ -251,7 +250,9 @@ void CpuBuffer::refuse(const std::string& call, const std::string& reason) {
 
 void CpuBuffer::check() { usable_domain()->check_failed(); }
 
-void CpuBuffer::restart() {
+void CpuBuffer::start_over(bool unmask) {
+  if (rails_) rails_->quiet();
+  domain_->reset(unmask);
   ++generation_;
   if (rails_) rails_->restart();
   low_latency_.restart();
@@ -259,8 +260,7 @@ void CpuBuffer::restart() {
 
 void CpuBuffer::reset() {
   const CallGate::Pass pass(open_gate());
-  domain_->reset(false);
-  restart();
+  start_over(false);
 }
 
 }  // namespace deep_moe::cpu

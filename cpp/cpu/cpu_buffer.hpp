@@ -58,7 +58,7 @@ class CpuBuffer final : public Buffer::Impl, public std::enable_shared_from_this
   auto guarded(const Body& body);
   Context context() { return {*domain_, *pool_, rails_.get()}; }
   LowLatencyContext low_latency_context();
-  void restart();  // in a new generation
+  void start_over(bool unmask);  // a new generation
   void unmask();
 
   CallGate gate_;

@@ -26,7 +26,9 @@ class Rails {
   RailSender& out(int node) { return *out_[static_cast<std::size_t>(node)]; }
   RailReceiver& in(int node) { return *in_[static_cast<std::size_t>(node)]; }
   int peer(int node) const { return domain_.topology().rank_at(node, local_); }
-  // In the domain's new generation: what was on its way is never met again.
+  // A reset: before the ranks agree on a generation, none of what this one has issued is on its way any more.
+  void quiet() { network_->quiet(); }
+  // In the new generation.
   void restart();
 
  private:

@@ -101,6 +101,10 @@ std::int64_t RowMovement::final_index(const Source& source, std::int64_t row, in
     position = plan_.send_index[row * num_ranks_ + mate(local)];
   } else {
     std::memcpy(&position, rails_->in(source.node).row(row) + rail_row_.positions + 4 * local, 4);
+    if (position >= (*plan_.counts)[static_cast<std::size_t>(source.rank * num_ranks_ + mate(local))])
+      throw Error("a row from rank " + std::to_string(source.rank) + " says that it is number " +
+                  std::to_string(position) + " for rank " + std::to_string(mate(local)) +
+                  ", which is more than were announced: the network has delivered it in part");
   }
   return position < 0 ? -1 : source.first[static_cast<std::size_t>(local)] + position;
 }

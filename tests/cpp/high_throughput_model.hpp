@@ -13,6 +13,9 @@ struct Shape {
   int num_ranks;
   std::vector<std::int64_t> num_tokens;
   std::int64_t hidden, num_experts, topk;
+  int num_local_ranks = 0;  // of a node; 0: all ranks are on one
+
+  int node_of(int rank) const { return num_local_ranks > 0 ? rank / num_local_ranks : 0; }
 };
 
 // One rank's input of one step; every rank can make every other's.
@@ -144,8 +147,15 @@ inline void check_combine(Buffer& buffer, const Shape& shape, Input& input, cons
     for (std::int64_t h = 0; h < shape.hidden; ++h) {
       const float x = from_bf16(input.x[token * shape.hidden + h]);
       float sum = with_extras ? x : 0.0f;
+      float part = 0.0f;  // of another node
       for (int rank = 0; rank < shape.num_ranks; ++rank) {
-        if (goes_to(shape, input, token, rank)) sum += from_bf16(to_bf16(x * static_cast<float>(rank + 1)));
+        const bool own = shape.node_of(rank) == shape.node_of(buffer.rank());
+        if (goes_to(shape, input, token, rank))
+          (own ? sum : part) += from_bf16(to_bf16(x * static_cast<float>(rank + 1)));
+        const bool last = rank + 1 == shape.num_ranks || shape.node_of(rank + 1) != shape.node_of(rank);
+        if (own || !last) continue;
+        sum += from_bf16(to_bf16(part));
+        part = 0.0f;
       }
       expect(sums.as<std::uint16_t>()[token * shape.hidden + h] == to_bf16(sum), "combined value");
     }

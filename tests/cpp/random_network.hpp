@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,8 +24,10 @@ namespace deep_moe::test {
 
 class RandomNetwork {
  public:
-  RandomNetwork(int num_ranks, std::size_t bytes, std::uint64_t seed, bool signals_behind_data = true)
-      : signals_behind_data_(signals_behind_data), random_(seed) {
+  // `delivered(rank)` is called for each signal that has arrived, and must not use the network.
+  RandomNetwork(int num_ranks, std::size_t bytes, std::uint64_t seed, bool signals_behind_data = true,
+                std::function<void(int rank)> delivered = {})
+      : signals_behind_data_(signals_behind_data), delivered_(std::move(delivered)), random_(seed) {
     for (int rank = 0; rank < num_ranks; ++rank) {
       memory_.emplace_back(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
       std::memset(memory_.back().get(), 0, bytes);
@@ -60,6 +63,7 @@ class RandomNetwork {
     char* to = nullptr;
     const char* from = nullptr;
     std::vector<Piece> pieces;
+    int receiver = 0;
     std::uint64_t* word = nullptr;  // null once it has been set
     std::uint64_t value = 0;
   };
@@ -69,14 +73,15 @@ class RandomNetwork {
     char* memory() override { return network.at(rank, 0); }
     void put_signal(int peer, std::size_t to, std::size_t from, std::size_t bytes, std::size_t signal,
                     std::uint64_t value) override {
-      network.issue(rank, network.at(peer, to), memory() + from, bytes, network.at(peer, signal), value);
+      network.issue(rank, peer, network.at(peer, to), memory() + from, bytes, network.at(peer, signal), value);
     }
     void signal(int peer, std::size_t signal, std::uint64_t value) override {
-      network.issue(rank, nullptr, nullptr, 0, network.at(peer, signal), value);
+      network.issue(rank, peer, nullptr, nullptr, 0, network.at(peer, signal), value);
     }
     std::uint64_t test(std::size_t signal) override {
       return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(memory() + signal)).load(std::memory_order_acquire);
     }
+    void quiet() override { network.quiet(rank); }
     RandomNetwork& network;
     int rank;
   };
@@ -87,10 +92,18 @@ class RandomNetwork {
 
   char* at(int rank, std::size_t offset) { return memory_[static_cast<std::size_t>(rank)].get() + offset; }
 
-  void issue(int issuer, char* to, const char* from, std::size_t bytes, char* word, std::uint64_t value) {
+  void quiet(int issuer) {
+    std::unique_lock lock(mutex_);
+    arrived_.wait(lock, [&] {
+      return std::none_of(in_flight_.begin(), in_flight_.end(),
+                          [&](const Operation& operation) { return operation.issuer == issuer; });
+    });
+  }
+
+  void issue(int issuer, int receiver, char* to, const char* from, std::size_t bytes, char* word, std::uint64_t value) {
     {
       const std::lock_guard lock(mutex_);
-      Operation operation{issuer, ++issued_, tick_ + random_() % 64, to, from, {}, nullptr, value};
+      Operation operation{issuer, ++issued_, tick_ + random_() % 64, to, from, {}, receiver, nullptr, value};
       operation.word = reinterpret_cast<std::uint64_t*>(word);
       for (std::size_t begin = 0; begin < bytes;) {
         const std::size_t end = std::min(bytes, begin + 8 * (1 + random_() % 64));
@@ -124,6 +137,7 @@ class RandomNetwork {
     if (may_signal && (operation.pieces.empty() || random_() % 2 == 0)) {
       std::atomic_ref(*operation.word).store(operation.value, std::memory_order_release);
       operation.word = nullptr;
+      if (delivered_) delivered_(operation.receiver);
     } else if (!operation.pieces.empty()) {
       const auto [begin, end] = operation.pieces.back();
       std::memcpy(operation.to + begin, operation.from + begin, end - begin);
@@ -133,13 +147,15 @@ class RandomNetwork {
     for (const Operation& other : in_flight_)
       num_overtakings_ += other.issuer == operation.issuer && other.number < operation.number;
     in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(chosen));
+    arrived_.notify_all();
   }
 
   const bool signals_behind_data_;
+  const std::function<void(int)> delivered_;
   std::vector<std::unique_ptr<char, Free>> memory_;
   std::vector<std::unique_ptr<Port>> ports_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_, arrived_;
   std::mt19937_64 random_;
   std::vector<Operation> in_flight_;
   std::uint64_t issued_ = 0;
@@ -165,6 +181,7 @@ class ForgedCredits : public cpu::OneSided {
     port_.put_signal(rank, to, from, bytes, signal, value);
   }
   void signal(int rank, std::size_t signal, std::uint64_t value) override { port_.signal(rank, signal, value); }
+  void quiet() override { port_.quiet(); }
   std::uint64_t test(std::size_t signal) override {
     const auto forged = credits_.find(signal);
     return forged != credits_.end() ? forged->second : port_.test(signal);
@@ -191,10 +208,11 @@ class LostCredits : public cpu::OneSided {
     if (++count_ % 20 != 0) port_.signal(rank, signal, value);
   }
   std::uint64_t test(std::size_t signal) override { return port_.test(signal); }
+  void quiet() override { port_.quiet(); }
 
  private:
   cpu::OneSided& port_;
-  int count_ = 0;
+  std::atomic<int> count_{0};
 };
 
 }  // namespace deep_moe::test
