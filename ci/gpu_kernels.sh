@@ -18,10 +18,10 @@ flags=(-std=c++20 -O3 -lineinfo -arch="$arch" -Icpp -Icpp/include -Itests/cpp -W
 [ -z "$include" ] || flags+=(-isystem "$include")
 say "building for $arch"
 pids=()
-for source in cpp/kernels/{intranode,low_latency,bench}/*.cu \
-  tests/cpp/gpu_{notify,dispatch,combine,low_latency,notify_timing,rows_timing,low_latency_timing}_test.cu \
+for source in cpp/kernels/{intranode,internode,low_latency,bench}/*.cu \
+  tests/cpp/gpu_{notify,dispatch,combine,internode,low_latency,notify_timing,rows_timing,low_latency_timing}_test.cu \
   cpp/runtime/tensor.cc cpp/cpu/simd_generic.cc tests/cpp/main.cc; do
-  nvcc "${flags[@]}" -c "$source" -o "$out/$(basename "$source").o" &
+  nvcc "${flags[@]}" -c "$source" -o "$out/${source//\//_}.o" &
   pids+=($!)
 done
 for pid in "${pids[@]}"; do wait "$pid"; done

@@ -29,7 +29,7 @@ def main(tree: Path, variant: str) -> None:
     if (tree / ".git").exists():
         raise SystemExit(f"set_variant.py: {tree} is a working tree; give a copy of it")
     text = replace_once(r'^name = "deep-moe"$', f'name = "{NAMES[variant]}"', file.read_text())
-    if variant != "cpu" and list(tree.glob("cpp/kernels/internode/*.cu")):
+    if variant != "cpu" and (tree / "cmake/Nvshmem.cmake").exists():
         text = replace_once(
             r"^dependencies = \[(.+)\]$", rf'dependencies = [\1, "{NVSHMEM.format(variant=variant)}"]', text
         )

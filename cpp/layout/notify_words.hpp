@@ -190,6 +190,10 @@ enum class WaitPhase : std::uint32_t {
   kRouting,
   kUnits,
   kWeights,
+  kRecord,
+  kRelay,
+  kCredit,
+  kChunk,
 };
 
 inline constexpr const char* wait_phase_name(WaitPhase phase) {
@@ -204,6 +208,10 @@ inline constexpr const char* wait_phase_name(WaitPhase phase) {
     case WaitPhase::kRouting: return "low latency: what a peer sends";
     case WaitPhase::kUnits: return "low latency: rows of a peer";
     case WaitPhase::kWeights: return "low latency: weights of a peer";
+    case WaitPhase::kRecord: return "notify: the record of a peer on another node";
+    case WaitPhase::kRelay: return "notify: a record of another node that a rank of this one relays";
+    case WaitPhase::kCredit: return "ring between nodes: a slot that the peer has yet to read";
+    case WaitPhase::kChunk: return "ring between nodes: rows of a peer";
     case WaitPhase::kRingSpace: return "refusal: space in the ring of announcements";
     default: return "none";
   }

@@ -1,0 +1,103 @@
+// The kernels between nodes as the runtime sees them: plain structs, no CUDA header. Each function exists once a
+// network: here over memory that is mapped, in the plug-in over NVSHMEM.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/api.hpp"
+#include "layout/rail_words.hpp"
+
+namespace deep_moe::kernels::internode {
+
+// The network memory of every rank of the group, as mapped here: layout::RailLayout::bytes() each.
+struct MappedBlocks {
+  char* blocks[layout::kMaxKernelRanks] = {};
+};
+
+// The ranks of a Buffer on N > 1 nodes of L ranks, as a kernel of one of them sees them.
+struct RailDomain {
+  DeviceDomain node;  // the ranks of this node, by local index: domain words, waits and errors. In errors, ranks from
+                      // L on are peers: L + their node
+  int num_nodes = 0;
+  int own_node = 0;
+  std::uint64_t generation = 0;
+  layout::RailLayout rail;  // of network memory
+  layout::RailWords words;
+  char* workspaces[layout::kMaxKernelRanks] = {};         // rail words of each mate, by local index, as mapped here
+  std::uint8_t rank_table[layout::kMaxKernelRanks] = {};  // [N][L] ranks of the group
+
+  DM_HOST_DEVICE int num_local_ranks() const { return node.num_ranks; }
+  DM_HOST_DEVICE int num_ranks() const { return num_nodes * node.num_ranks; }
+  DM_HOST_DEVICE int rank_at(int of_node, int local) const { return rank_table[of_node * node.num_ranks + local]; }
+  DM_HOST_DEVICE int rank() const { return rank_at(own_node, node.rank); }
+  DM_HOST_DEVICE int peer(int of_node) const { return rank_at(of_node, node.rank); }
+  DM_HOST_DEVICE layout::RailState& state() const { return words.state(workspaces[node.rank]); }
+};
+
+// Before every call: all ranks of the group make the same one (X1 to X5), and with counts, how many rows go where.
+// Takes the next epoch. The calls below are launched behind it and move nothing where its outcome is not kRowsFit.
+struct NotifyArgs {
+  layout::CallSignature signature;
+  std::uint64_t hash = 0;      // layout::signature_hash(signature); set by the function called
+  layout::Place place;         // of dispatch: where this rank takes rows; of combine: its input
+  layout::Place weight_place;  // of combine
+  bool refused = false;        // this rank does not make the call: it says so and ends
+  std::uint32_t sequence = 0;  // tag of the outcome in mapped memory; 0: none for the host
+  // With counts, else topk 0.
+  TopkIds ids;
+  int num_experts = 0;
+  // Out. A token's position for a rank counts this rank's rows there, that for a node its rows in the ring to it; -1:
+  // none, and at this rank's own node. Totals at this node's ranks, inclusive over sources.
+  std::int32_t* position = nullptr;            // [T, R + N]
+  std::int32_t* rank_prefix_matrix = nullptr;  // [R, L]
+  std::int32_t* rows_out = nullptr;            // [N] rows to each peer
+  std::int32_t* rows_in_prefix = nullptr;      // [N] rows from the peers on nodes up to this one
+  std::int32_t* recv_per_expert = nullptr;     // [experts of this rank]
+};
+void notify(const RailDomain& domain, const MappedBlocks& network, NotifyArgs args, Stream stream);
+
+// What the row calls share: results of a notify with counts.
+struct Routes {
+  const std::int32_t* position = nullptr;
+  const std::int32_t* rank_prefix_matrix = nullptr;
+  const std::int32_t* rows_out = nullptr;
+  const std::int32_t* rows_in_prefix = nullptr;
+  char* const* segment_bases = nullptr;  // [L, layout::kMaxSegments] where each mate's segments are mapped here
+  int num_sms = 0;
+};
+
+struct DispatchArgs {
+  Routes routes;
+  const void* x = nullptr;  // num_tokens rows of row_bytes (a multiple of 16), row_stride bytes apart, 16-byte aligned
+  std::int64_t num_tokens = 0;
+  std::int64_t row_bytes = 0;
+  std::int64_t row_stride = 0;
+  ScaleRows scales;
+  TopkIds ids;  // topk 0: none travel
+  int num_experts = 0;
+  const float* topk_weights = nullptr;
+  bool has_weights = false;
+  std::int64_t weight_stride = 0;
+  std::int32_t* send_nvl_index = nullptr;  // [rows in, L] final index at each mate, or -1; null: a handle has it
+};
+void dispatch(const RailDomain& domain, const MappedBlocks& network, const DispatchArgs& args, Stream stream);
+
+struct CombineArgs {
+  Routes routes;
+  SumType type = SumType::kBf16;
+  std::int64_t num_tokens = 0;
+  std::int64_t hidden = 0;
+  const std::int32_t* send_nvl_index = nullptr;
+  const void* bias[2] = {};
+  std::int64_t bias_stride[2] = {};  // bytes, multiples of 16
+  void* out = nullptr;
+  std::int64_t out_stride = 0;
+  int topk = 0;  // of the weights; 0: none
+  float* combined_topk_weights = nullptr;
+};
+void combine(const RailDomain& domain, const MappedBlocks& network, const CombineArgs& args, Stream stream);
+
+// Loads the kernels on the current device, as kernels::prepare().
+void prepare();
+
+}  // namespace deep_moe::kernels::internode

@@ -1,0 +1,170 @@
+// Combine between nodes, as parts: whose rows a sum takes, the sum, the chunks of sums that go back. README.md beside
+// this file has the words and the order among them; comments name the steps of docs/internode.md.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/internode/dispatch.cuh"
+#include "kernels/intranode/numbers.cuh"
+
+namespace deep_moe::kernels::internode {
+
+// The arguments, and what the host derives from them.
+struct CombineParams {
+  CombineArgs args;
+  layout::RailRow rail_row;
+  std::int64_t row_bytes;
+};
+
+// What a rank of this node holds.
+struct Holder {
+  const char* x;
+  const float* weights;
+};
+
+// From places to addresses, for one rank of this node. False: its segment has no address here.
+__device__ __forceinline__ bool find_holder(const WaitScope& scope, const RailDomain& domain, const CombineArgs& args,
+                                            int local, Holder* holder) {
+  const layout::Announce& record = announcement(scope, local);
+  *holder = Holder{nullptr, nullptr};
+  const Routes& routes = args.routes;
+  if (routes.rank_prefix_matrix[(domain.num_ranks() - 1) * domain.num_local_ranks() + local] == 0) return true;
+  holder->x = place_address(scope, routes.segment_bases, local, record.place);
+  if (holder->x == nullptr || args.topk == 0) return holder->x != nullptr;
+  holder->weights =
+      reinterpret_cast<const float*>(place_address(scope, routes.segment_bases, local, record.weight_place));
+  return holder->weights != nullptr;
+}
+
+// Rows of one sum, in its order.
+struct SumList {
+  const char* row[layout::kMaxKernelRanks + 2];
+  const float* weights[layout::kMaxKernelRanks];
+};
+
+// The whole warp: adds what a node holds to the list; `index` by local rank, -1 for none.
+template <typename Index>
+__device__ __forceinline__ void list_holders(const CombineParams& params, const Holder* holders, int num_local_ranks,
+                                             SumList& list, int* num_rows, int* num_weights, Index index) {
+  *num_rows = list_addresses(list.row, *num_rows, num_local_ranks, [&](int local) -> const char* {
+    const std::int64_t at = index(local);
+    return at < 0 ? nullptr : holders[local].x + at * params.row_bytes;
+  });
+  if (params.args.topk == 0) return;
+  *num_weights = list_addresses(list.weights, *num_weights, num_local_ranks, [&](int local) -> const float* {
+    const std::int64_t at = index(local);
+    return at < 0 ? nullptr : holders[local].weights + at * params.args.topk;
+  });
+}
+
+// The whole warp: the sum of the listed rows, in fp32 and in their order, rounded once; and of their weights.
+template <typename T>
+__device__ __forceinline__ void sum_rows(const CombineParams& params, const SumList& list, int num_rows,
+                                         int num_weights, char* out, float* out_weights) {
+  constexpr int kBatch = CombineTuning::kVectorsInFlight, kStep = 32 * 16;
+  for (std::int64_t first = lane_id() * 16; first < params.row_bytes; first += kBatch * kStep) {
+    float sums[kBatch][Vector<T>::kSize] = {};
+    for (int r = 0; r < num_rows; ++r) {
+      uint4 vectors[kBatch];
+#pragma unroll
+      for (int v = 0; v < kBatch; ++v)
+        if (first + v * kStep < params.row_bytes) vectors[v] = ptx::ld_weak_16(list.row[r] + first + v * kStep);
+#pragma unroll
+      for (int v = 0; v < kBatch; ++v)
+        if (first + v * kStep < params.row_bytes) Vector<T>::add(sums[v], vectors[v]);
+    }
+#pragma unroll
+    for (int v = 0; v < kBatch; ++v)
+      if (first + v * kStep < params.row_bytes) ptx::st_weak_16(out + first + v * kStep, Vector<T>::round(sums[v]));
+  }
+  for (int k = lane_id(); k < params.args.topk; k += 32) {
+    float sum = 0.0f;
+    for (int r = 0; r < num_weights; ++r) sum += list.weights[r][k];
+    out_weights[k] = sum;
+  }
+}
+
+// C3: the sums of a chunk, which is this warp's alone, back to the peer.
+template <typename T, typename Network>
+__device__ void collect_chunk(const RailDomain& domain, const Network& network, const CombineParams& params,
+                              const Holder* holders, const TakenChunk& taken, SumList& list) {
+  const Routes& routes = params.args.routes;
+  const int node = taken.node, num_local_ranks = domain.num_local_ranks();
+  const RailCall call =
+      ring_call(domain, domain.state().first_out, node, rows_in(routes, node), params.rail_row.stride);
+  const std::int64_t first_row = taken.chunk * call.chunk_rows;
+  const RailPlace place = call.place(domain.rail.shape(), first_row);
+  const std::int32_t* map =
+      params.args.send_nvl_index + ((node > 0 ? routes.rows_in_prefix[node - 1] : 0) + first_row) * num_local_ranks;
+  for (int i = 0; i < place.num_rows; ++i, map += num_local_ranks) {
+    int num_rows = 0, num_weights = 0;
+    list_holders(params, holders, num_local_ranks, list, &num_rows, &num_weights,
+                 [&](int local) { return static_cast<std::int64_t>(map[local]); });
+    __syncwarp();
+    char* slot = slot_row(domain, network.memory(), RailRegion::kSendSlots, node, call, place) +
+                 static_cast<std::size_t>(i) * call.row_stride;
+    sum_rows<T>(params, list, num_rows, num_weights, slot,
+                reinterpret_cast<float*>(slot + params.rail_row.topk_weights));
+    __syncwarp();
+  }
+  ptx::fence_acq_rel_sys();
+  __syncwarp();
+  put_chunk(domain, network, node, call, place);
+}
+
+// C4 to C6: one of this rank's tokens. False: the block must leave.
+template <typename T, typename Network>
+__device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
+                          const CombineParams& params, const Holder* holders, std::int64_t token, SumList& list) {
+  const CombineArgs& args = params.args;
+  const int num_ranks = domain.num_ranks(), own = domain.rank();
+  const std::int32_t* position = args.routes.position + token * (num_ranks + domain.num_nodes);
+  const auto ring_of = [&](int node) {
+    return ring_call(domain, domain.state().first_in, node, args.routes.rows_out[node], params.rail_row.stride);
+  };
+  int num_rows = 0, num_weights = 0;
+  for (int b = 0; b < 2; ++b) {
+    if (args.bias[b] == nullptr) continue;
+    if (lane_id() == 0) list.row[num_rows] = static_cast<const char*>(args.bias[b]) + token * args.bias_stride[b];
+    ++num_rows;
+  }
+  for (int node = 0; node < domain.num_nodes; ++node) {
+    if (node == domain.own_node) {
+      list_holders(params, holders, domain.num_local_ranks(), list, &num_rows, &num_weights,
+                   [&](int local) -> std::int64_t {
+                     const std::int32_t at = position[domain.rank_at(node, local)];
+                     return at < 0 ? -1 : first_index(domain, args.routes, own, local) + at;
+                   });
+      continue;
+    }
+    const std::int32_t at = position[num_ranks + node];
+    if (at < 0) continue;
+    const RailCall call = ring_of(node);
+    const RailPlace place = call.place(domain.rail.shape(), at);
+    bool there = true;
+    if (lane_id() == 0)
+      there = wait_for_peer(scope, WaitPhase::kChunk, node, place.number,
+                            [&] { return has_arrived(domain, network, node, place); });
+    if (!from_first_lane(there)) return false;
+    __syncwarp();
+    const char* sum = slot_row(domain, network.memory(), RailRegion::kRingSlots, node, call, place);
+    if (lane_id() == 0) {
+      list.row[num_rows] = sum;
+      list.weights[num_weights] = reinterpret_cast<const float*>(sum + params.rail_row.topk_weights);
+    }
+    ++num_rows, ++num_weights;
+  }
+  __syncwarp();
+  sum_rows<T>(params, list, num_rows, num_weights, static_cast<char*>(args.out) + token * args.out_stride,
+              args.combined_topk_weights + token * args.topk);
+  for (int node = 0; node < domain.num_nodes; ++node) {
+    const std::int32_t at = node == domain.own_node ? -1 : position[num_ranks + node];
+    if (at < 0) continue;
+    const RailPlace place = ring_of(node).place(domain.rail.shape(), at);
+    if (counts_last(domain, node, place) && lane_id() == 0) give_credit(domain, network, node, place);
+  }
+  __syncwarp();  // the list is free
+  return true;
+}
+
+}  // namespace deep_moe::kernels::internode

@@ -1,0 +1,108 @@
+// The kernel of combine between nodes, for any network.
+#pragma once
+
+#include "kernels/internode/call.cuh"
+#include "kernels/internode/combine.cuh"
+#include "kernels/internode/launch.cuh"
+
+namespace deep_moe::kernels::internode {
+
+inline constexpr int kCombineWarps = 16;  // of a block; every other one collects for peers
+
+// Dynamic shared memory.
+struct CombineShared {
+  SumList lists[kCombineWarps];
+  Holder holders[layout::kMaxKernelRanks];
+};
+
+template <typename Network, typename T>
+__global__ void __launch_bounds__(32 * kCombineWarps, 1)
+    combine_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
+                   const __grid_constant__ CombineParams params) {
+  extern __shared__ __align__(16) char dynamic_shared[];
+  CombineShared& shared = *reinterpret_cast<CombineShared*>(dynamic_shared);
+  const CombineArgs& args = params.args;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  const WaitScope scope{domain.node,
+                        ptx::ld_relaxed_gpu(&domain.node.words.state(domain.node.workspaces[domain.node.rank]).epoch)};
+  if (!rows_may_move(scope)) return;
+  bool ok = thread >= domain.num_local_ranks() || find_holder(scope, domain, args, thread, shared.holders + thread);
+  if (!__syncthreads_and(ok)) return;
+
+  const auto call_out = [&](int node) {
+    return ring_call(domain, domain.state().first_out, node, rows_in(args.routes, node), params.rail_row.stride);
+  };
+  SumList& list = shared.lists[warp];
+  if (warp % 2 == 0) {
+    for (std::int64_t token; ok && (token = next_token(domain)) < args.num_tokens;)
+      ok = sum_token<T>(scope, domain, network, params, shared.holders, token, list);
+  } else {
+    for (;;) {
+      // C2: of any ring whose credit is there.
+      const TakenChunk taken = take_chunk(
+          scope, domain, WaitPhase::kCredit, [&](int node) { return call_out(node).num_chunks(); },
+          [&](int node, std::int64_t chunk) {
+            const RailCall call = call_out(node);
+            return has_credit(domain, network, node, call.place(domain.rail.shape(), chunk * call.chunk_rows));
+          });
+      ok = taken.node != -2;
+      if (taken.node < 0) break;
+      collect_chunk<T>(domain, network, params, shared.holders, taken, list);
+    }
+  }
+  if (!__syncthreads_and(ok)) return;
+  end_rows(
+      scope, domain, WaitPhase::kPullDone, [&](int node) { return call_out(node).num_chunks(); },
+      [&](int node) {
+        return ring_call(domain, domain.state().first_in, node, args.routes.rows_out[node], params.rail_row.stride)
+            .num_chunks();
+      });
+}
+
+inline void check(const RailDomain& domain, const CombineArgs& args) {
+  internode::check_domain(domain);
+  check_range("num_sms", args.routes.num_sms, 1, layout::kMaxRowBlocks);
+  check_range("num_tokens", args.num_tokens, 0, INT32_MAX);
+  check_range("topk", args.topk, 0, layout::kMaxTopk);
+  auto bits = reinterpret_cast<std::uintptr_t>(args.out) | static_cast<std::uint64_t>(args.out_stride);
+  for (int b = 0; b < 2; ++b)
+    if (args.bias[b] != nullptr)
+      bits |= reinterpret_cast<std::uintptr_t>(args.bias[b]) | static_cast<std::uint64_t>(args.bias_stride[b]);
+  if (bits % 16 != 0) throw ArgumentError("out, biases and their strides have to be multiples of 16 bytes");
+}
+
+// Calls `body` with a value of the type of numbers.
+template <typename Body>
+void with_type(SumType type, Body body) {
+  switch (type) {
+    case SumType::kBf16: return body(__nv_bfloat16{});
+    case SumType::kFp16: return body(__half{});
+    case SumType::kFp32: return body(float{});
+  }
+  throw ArgumentError("type is " + std::to_string(static_cast<int>(type)) + "; allowed: kBf16, kFp16, kFp32");
+}
+
+template <typename Network>
+void launch_combine(const RailDomain& domain, const Network& network, const CombineArgs& args, Stream stream) {
+  check(domain, args);
+  CombineParams params{args, {}, args.hidden * (args.type == SumType::kFp32 ? 4 : 2)};
+  if (params.row_bytes < 16 || params.row_bytes % 16 != 0)
+    throw ArgumentError("rows of " + std::to_string(params.row_bytes) + " bytes; allowed: multiples of 16");
+  params.rail_row =
+      layout::RailRow(static_cast<std::size_t>(params.row_bytes), 0, 0, 4 * static_cast<std::size_t>(args.topk), 0);
+  check_row(domain, params.rail_row.stride);
+  with_type(args.type, [&](auto number) {
+    launch(combine_kernel<Network, decltype(number)>, args.routes.num_sms, kCombineWarps, sizeof(CombineShared), stream,
+           false, "launch of combine between nodes", domain, network, params);
+  });
+}
+
+template <typename Network>
+void load_combine() {
+  for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32})
+    with_type(type, [](auto number) {
+      load_kernel(combine_kernel<Network, decltype(number)>, static_cast<int>(sizeof(CombineShared)));
+    });
+}
+
+}  // namespace deep_moe::kernels::internode

@@ -1,0 +1,102 @@
+// The kernel of dispatch between nodes, for any network.
+#pragma once
+
+#include "kernels/internode/call.cuh"
+#include "kernels/internode/dispatch.cuh"
+#include "kernels/internode/launch.cuh"
+
+namespace deep_moe::kernels::internode {
+
+inline constexpr int kDispatchWarps = 16;  // of a block; every other one forwards
+
+// Dynamic shared memory.
+struct DispatchShared {
+  WarpLists lists[kDispatchWarps];
+  Target targets[layout::kMaxKernelRanks];
+};
+
+template <typename Network>
+__global__ void __launch_bounds__(32 * kDispatchWarps, 1)
+    dispatch_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
+                    const __grid_constant__ DispatchParams params) {
+  extern __shared__ __align__(16) char dynamic_shared[];
+  DispatchShared& shared = *reinterpret_cast<DispatchShared*>(dynamic_shared);
+  const Routes& routes = params.args.routes;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  const WaitScope scope{domain.node,
+                        ptx::ld_relaxed_gpu(&domain.node.words.state(domain.node.workspaces[domain.node.rank]).epoch)};
+  if (!rows_may_move(scope)) return;
+  bool ok = thread >= domain.num_local_ranks() || aim(scope, domain, params, thread, shared.targets + thread);
+  if (!__syncthreads_and(ok)) return;
+
+  const auto call_in = [&](int node) {
+    return ring_call(domain, domain.state().first_in, node, rows_in(routes, node), params.rail_row.stride);
+  };
+  WarpLists& lists = shared.lists[warp];
+  if (warp % 2 == 0) {
+    for (std::int64_t token; ok && (token = next_token(domain)) < params.args.num_tokens;)
+      ok = send_token(scope, domain, network, params, shared.targets, token, lists);
+  } else {
+    for (;;) {
+      const TakenChunk taken = take_chunk(
+          scope, domain, WaitPhase::kChunk, [&](int node) { return call_in(node).num_chunks(); },
+          [&](int node, std::int64_t chunk) {
+            const RailCall call = call_in(node);
+            return has_arrived(domain, network, node, call.place(domain.rail.shape(), chunk * call.chunk_rows));
+          });
+      ok = taken.node != -2;
+      if (taken.node < 0) break;
+      forward_chunk(domain, network, params, shared.targets, taken, lists);
+    }
+  }
+  fill_tail(params, shared.targets[domain.node.rank]);
+  if (!__syncthreads_and(ok)) return;
+  end_rows(
+      scope, domain, WaitPhase::kRowsDone,
+      [&](int node) {
+        return ring_call(domain, domain.state().first_out, node, routes.rows_out[node], params.rail_row.stride)
+            .num_chunks();
+      },
+      [&](int node) { return call_in(node).num_chunks(); });
+}
+
+inline DispatchParams derive(const RailDomain& domain, const DispatchArgs& args) {
+  DispatchParams params{args, {}, {}};
+  params.format.row_bytes = args.row_bytes;
+  params.format.scale_bytes = args.scales.num_items * args.scales.item_bytes;
+  params.format.topk = args.ids.topk;
+  params.format.idx_bytes = args.ids.topk > 0 ? args.ids.id_bytes : 0;
+  params.format.weight_bytes = args.has_weights || args.topk_weights != nullptr ? 4 : 0;
+  const auto bytes = [](std::int64_t count) { return static_cast<std::size_t>(count); };
+  params.rail_row = layout::RailRow(bytes(args.row_bytes), bytes(params.format.scale_bytes),
+                                    bytes(params.format.topk * params.format.idx_bytes),
+                                    bytes(params.format.topk * params.format.weight_bytes), domain.num_local_ranks());
+  return params;
+}
+
+inline void check(const RailDomain& domain, const DispatchArgs& args) {
+  internode::check_domain(domain);
+  check_range("num_sms", args.routes.num_sms, 1, layout::kMaxRowBlocks);
+  check_range("num_tokens", args.num_tokens, 0, INT32_MAX);
+  check_range("row_bytes", args.row_bytes, 16, INT32_MAX);
+  const auto address = reinterpret_cast<std::uintptr_t>(args.x) | static_cast<std::uint64_t>(args.row_stride);
+  if (args.row_bytes % 16 != 0 || address % 16 != 0)
+    throw ArgumentError("x, row_bytes and row_stride have to be multiples of 16 bytes");
+  if (args.ids.topk > 0) check_ids(args.ids, args.num_experts, 0);
+}
+
+template <typename Network>
+void launch_dispatch(const RailDomain& domain, const Network& network, const DispatchArgs& args, Stream stream) {
+  check(domain, args);
+  const DispatchParams params = derive(domain, args);
+  check_row(domain, params.rail_row.stride);
+  launch(dispatch_kernel<Network>, args.routes.num_sms, kDispatchWarps, sizeof(DispatchShared), stream, false,
+         "launch of dispatch between nodes", domain, network, params);
+}
+
+template <typename Network>
+void load_dispatch() {
+  load_kernel(dispatch_kernel<Network>, static_cast<int>(sizeof(DispatchShared)));
+}
+
+}  // namespace deep_moe::kernels::internode

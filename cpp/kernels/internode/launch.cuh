@@ -1,0 +1,25 @@
+// What the launches of this folder share. Each file has its kernel as a template over the network; the plug-in
+// instantiates them for its own.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/internode/network.cuh"
+#include "kernels/intranode/launch.hpp"
+
+namespace deep_moe::kernels::internode {
+
+inline void check_domain(const RailDomain& domain) {
+  check_range("domain.num_nodes", domain.num_nodes, 2, layout::kMaxNodes);
+  check_range("domain.node.num_ranks", domain.node.num_ranks, 1, layout::kMaxKernelRanks);
+  check_range("ranks and nodes together", domain.num_ranks() + domain.num_nodes, 3, layout::kMaxKernelRanks);
+  check_range("slots of a ring", domain.rail.shape().num_slots, 1, layout::kMaxRingSlots);
+}
+
+inline void check_row(const RailDomain& domain, std::size_t stride) {
+  if (stride > domain.rail.shape().slot_bytes)
+    throw ArgumentError("a row takes " + std::to_string(stride) + " bytes between nodes; a slot has " +
+                        std::to_string(domain.rail.shape().slot_bytes));
+}
+
+}  // namespace deep_moe::kernels::internode

@@ -1,0 +1,186 @@
+// The kernel of notify between nodes, for any network.
+#pragma once
+
+#include "kernels/internode/launch.cuh"
+#include "kernels/internode/notify.cuh"
+
+namespace deep_moe::kernels::internode {
+
+struct NotifyBlock {
+  kernels::NotifyShared counting;
+  std::uint32_t rows[layout::kMaxKernelRanks];  // [R + N] of this rank
+  std::int32_t rows_in[layout::kMaxNodes];
+  std::uint32_t trouble;
+};
+
+// X5: prefix sums for this node's ranks, what fits, totals of this rank's experts. All threads.
+__device__ __forceinline__ layout::NotifyOutcome sum_up(const WaitScope& scope, const RailDomain& domain,
+                                                        const NotifyParams& params, const NotifyBlock& shared) {
+  using layout::NotifyOutcome;
+  const NotifyArgs& args = params.args;
+  const int thread = static_cast<int>(threadIdx.x), num_ranks = domain.num_ranks(),
+            num_local_ranks = domain.num_local_ranks();
+  const auto counts_of = [&](int src) {
+    return domain.words.relay_counts(domain.workspaces[domain.node.rank], scope.epoch, src);
+  };
+  bool too_small = false, hard = false;
+  if (thread < num_local_ranks) {
+    std::int32_t rows = 0;
+    for (int src = 0; src < num_ranks; ++src)
+      args.rank_prefix_matrix[src * num_local_ranks + thread] = rows += counts_of(src)[thread];
+    const layout::Place& place = announcement(scope, thread).place;
+    too_small = rows > place.capacity;
+    hard = too_small && (place.flags & layout::kPlaceHard) != 0;
+  }
+  for (int e = thread; e < params.experts.num_local_experts(domain.rank()); e += NotifyTuning::kThreads) {
+    std::int32_t entries = 0;
+    for (int src = 0; src < num_ranks; ++src) entries += counts_of(src)[num_local_ranks + e];
+    args.recv_per_expert[e] = entries;
+  }
+  if (thread == 0) {
+    std::int32_t rows = 0;
+    for (int node = 0; node < domain.num_nodes; ++node) {
+      args.rows_out[node] = static_cast<std::int32_t>(shared.rows[num_ranks + node]);
+      args.rows_in_prefix[node] = rows += node == domain.own_node ? 0 : shared.rows_in[node];
+    }
+  }
+  if (__syncthreads_or(hard)) return NotifyOutcome::kTooSmallHard;
+  return __syncthreads_or(too_small) ? NotifyOutcome::kTooSmall : NotifyOutcome::kRowsFit;
+}
+
+template <typename Network, typename Id>
+__global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
+    notify_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
+                  const __grid_constant__ NotifyParams params, const __grid_constant__ Owners owners) {
+  using layout::NotifyOutcome;
+  extern __shared__ std::uint32_t expert_counts[];  // [E]
+  __shared__ NotifyBlock shared;
+  const NotifyArgs& args = params.args;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, num_ranks = domain.num_ranks(),
+            num_local_ranks = domain.num_local_ranks(), columns = num_ranks + domain.num_nodes;
+  layout::NotifyState& state = domain.node.words.state(domain.node.workspaces[domain.node.rank]);
+  const WaitScope scope{domain.node, ptx::ld_relaxed_gpu(&state.epoch) + 1};
+  const auto end = [&](NotifyOutcome outcome) {
+    if (thread == 0) finish(scope, args.sequence, outcome);
+  };
+  if (thread == 0) shared.trouble = 0;
+  if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) return end(NotifyOutcome::kFailed);
+
+  // A record is written over that of 8 calls before: each peer has come to within 4 calls of this one.
+  bool ok = true;
+  const std::uint64_t before = scope.epoch - layout::kAnnounceDepth / 2;
+  if (thread < domain.num_nodes && thread != domain.own_node && scope.epoch > layout::kAnnounceDepth / 2 &&
+      before > state.reset_epoch) {
+    const std::size_t word = domain.rail.notify_word(before, domain.own_node, thread);
+    ok = wait_for_peer(scope, WaitPhase::kRecord, thread, before, [&] { return network.is(word, before); });
+  }
+  if (!__syncthreads_and(ok)) return end(NotifyOutcome::kFailed);
+
+  // X1: counts.
+  const RouteToNodes<Id> route{{args.ids, owners}, domain, params};
+  const TokenRange range(params.with_counts() ? args.ids.num_tokens : 0, 0, 1);
+  if (params.with_counts()) {
+    layout::ExpertBlocks wide = params.experts;
+    wide.num_ranks = columns;  // nodes are counted as ranks are
+    count_tokens(route, wide, 0, range, expert_counts, shared.counting.warp_counts,
+                 [&](int chunk, std::int64_t, std::uint64_t mask) {
+                   if (chunk < NotifyTuning::kKeptChunks) shared.counting.masks[chunk][thread] = mask;
+                 });
+    __syncthreads();
+    if (thread < layout::kMaxKernelRanks) {
+      shared.rows[thread] = sum_warps(shared.counting.warp_counts[0], thread, NotifyTuning::kWarps);
+      shared.counting.first_row[thread] = 0;
+    }
+  }
+  __syncthreads();
+
+  // X2: to peers and mates.
+  const auto status = args.refused ? layout::CallStatus::kRefused : layout::CallStatus::kOk;
+  if (thread < num_local_ranks)
+    announce(scope, thread, args.signature, args.hash, args.ids.num_tokens, args.place, args.weight_place, status);
+  for (int node = warp; node < domain.num_nodes; node += NotifyTuning::kWarps)
+    if (node != domain.own_node) send_record(scope, domain, network, params, node, shared.rows, expert_counts);
+  for (int local = warp; local < num_local_ranks; local += NotifyTuning::kWarps) {
+    // The counts of this node's ranks, gathered where a relay is: through its own words.
+    const int rank = domain.rank_at(domain.own_node, local);
+    std::int32_t* to = domain.words.relay_counts(domain.workspaces[local], scope.epoch, domain.rank());
+    for (int i = lane_id(); params.with_counts() && i < num_local_ranks; i += 32)
+      to[i] = static_cast<std::int32_t>(shared.rows[domain.rank_at(domain.own_node, i)]);
+    for (int e = lane_id(); params.with_counts() && e < params.experts.num_local_experts(rank); e += 32)
+      to[num_local_ranks + e] = static_cast<std::int32_t>(expert_counts[params.experts.first_expert(rank) + e]);
+    relay(scope, domain, local, domain.rank(), static_cast<std::uint32_t>(status), args.hash, nullptr, nullptr, 0);
+  }
+  if (args.refused) return end(NotifyOutcome::kRefused);
+  if (params.with_counts()) {
+    __syncthreads();
+    kernels::NotifyArgs positions;
+    positions.ids = args.ids;
+    positions.send_position = args.position;
+    write_positions(positions, route, columns, range, shared.counting);
+  }
+
+  // X3 to X5. Mates first: one that refuses relays nothing.
+  if (thread < num_local_ranks) {
+    const NotifyOutcome outcome = wait_for_announcement(scope, thread, args.hash);
+    if (outcome != NotifyOutcome::kNone) atomicMax(&shared.trouble, static_cast<std::uint32_t>(outcome));
+  }
+  __syncthreads();
+  if (shared.trouble != 0) return end(static_cast<NotifyOutcome>(shared.trouble));
+  for (int node = warp; node < domain.num_nodes; node += NotifyTuning::kWarps)
+    ok = ok && (node == domain.own_node || pass_on_record(scope, domain, network, params, node, shared.rows_in));
+  if (!__syncthreads_and(ok)) return end(NotifyOutcome::kFailed);
+  if (thread < num_ranks) {
+    layout::RelayHeader& header = domain.words.relay(domain.workspaces[domain.node.rank], scope.epoch, thread);
+    std::uint64_t seen;
+    // Relayed by the mate on the source's rail, whom a long wait is charged to.
+    int by = 0;
+    for (int i = 0; i < num_ranks; ++i)
+      if (domain.rank_table[i] == thread) by = i % num_local_ranks;
+    const bool there = wait_until(
+        scope, WaitPhase::kRelay, by, scope.epoch, [&] { return ptx::ld_acquire_sys(&header.epoch); },
+        [&](std::uint64_t epoch) { return epoch == scope.epoch; }, &seen);
+    const NotifyOutcome outcome =
+        there ? compare_call(scope, thread, header.status, header.hash, args.hash) : NotifyOutcome::kFailed;
+    if (outcome != NotifyOutcome::kNone) atomicMax(&shared.trouble, static_cast<std::uint32_t>(outcome));
+  }
+  __syncthreads();
+  if (shared.trouble != 0) return end(static_cast<NotifyOutcome>(shared.trouble));
+  end(params.with_counts() ? sum_up(scope, domain, params, shared) : NotifyOutcome::kRowsFit);
+}
+
+template <typename Network>
+void launch_notify(const RailDomain& domain, const Network& network, NotifyArgs args, Stream stream) {
+  internode::check_domain(domain);
+  args.hash = layout::signature_hash(args.signature);
+  const int num_ranks = domain.num_ranks();
+  NotifyParams params(args, num_ranks);
+  std::size_t dynamic = 0, counts = 0;
+  if (params.with_counts()) {
+    check_ids(args.ids, args.num_experts, 0);
+    if (args.position == nullptr || args.rank_prefix_matrix == nullptr || args.rows_out == nullptr ||
+        args.rows_in_prefix == nullptr || args.recv_per_expert == nullptr)
+      throw ArgumentError("outputs of a notify with counts must not be null");
+    dynamic = sizeof(std::uint32_t) * static_cast<std::size_t>(args.num_experts);
+    counts = 4 * static_cast<std::size_t>(1 + domain.num_local_ranks() * (1 + params.experts.max_local_experts()));
+  }
+  params.record_bytes = layout::align_up(sizeof(layout::Announce) + counts, 16);
+  for (int node = 0; node < domain.num_nodes; ++node) {
+    for (int local = 0; local < domain.num_local_ranks(); ++local)
+      params.node_ranks[node] |= std::uint64_t{1} << domain.rank_at(node, local);
+  }
+  const Owners owners(std::max(args.num_experts, 1), num_ranks);
+  const auto run = [&](auto id) {
+    launch(notify_kernel<Network, decltype(id)>, 1, NotifyTuning::kWarps, dynamic, stream, false,
+           "launch of notify between nodes", domain, network, params, owners);
+  };
+  args.ids.id_bytes == 4 ? run(std::int32_t{}) : run(std::int64_t{});
+}
+
+template <typename Network>
+void load_notify() {
+  constexpr int kMost = static_cast<int>(sizeof(std::uint32_t)) * layout::kMaxExperts;
+  load_kernel(notify_kernel<Network, std::int32_t>, kMost);
+  load_kernel(notify_kernel<Network, std::int64_t>, kMost);
+}
+
+}  // namespace deep_moe::kernels::internode
