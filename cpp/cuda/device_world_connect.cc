@@ -12,13 +12,15 @@
 #include "cuda/device_world_messages.hpp"
 #include "cuda/driver.hpp"
 #include "cuda/retire.hpp"
+#include "runtime/network.hpp"
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
+#include "runtime/topology.hpp"
 
 namespace deep_moe::cuda {
 namespace {
 
-constexpr std::uint32_t kProtocolVersion = 1;
+constexpr std::uint32_t kProtocolVersion = 2;
 constexpr double kForever = 1e9;  // seconds; clocks count nanoseconds in 64 bits
 
 // What ranks tell each other first.
@@ -28,6 +30,7 @@ struct Hello {
   std::uint64_t uid;
   std::uint64_t process;  // equal for ranks that are threads of one process
   std::uint64_t machine;  // equal for ranks of one boot of one machine
+  Placement placement;
   std::array<char, 16> device;
   char socket_name[96];
   std::uint32_t num_reason_bytes;
@@ -124,6 +127,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::exception_ptr own_error;
   try {
     check_options(bootstrap, options_);
+    hello.placement = placement_here();
     options_.max_heap_bytes = std::min(options_.max_heap_bytes, max_heap_bytes());
     if (const char* kind = std::getenv("DEEP_MOE_DEVICE_MEMORY");
         kind != nullptr && *kind != '\0' && options_.memory == MemoryKind::kAuto)
@@ -155,10 +159,20 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::vector<std::string> names;
   std::vector<bool> wanted;
   std::uint64_t group_uid = 0;
+  std::vector<Placement> placements;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    throw_failure(peer, all[peer]);
+    placements.push_back(all[peer].placement);
+  }
+  if (const Topology topology(placements); topology.num_nodes() > 1) {
+    network_plugin();
+    throw UnavailableError("the ranks are on " + std::to_string(topology.num_nodes()) +
+                           " nodes, and this version has no Buffer for GPUs of several nodes yet, only its kernels; "
+                           "use the ranks of one node, or device='cpu' on one machine");
+  }
   for (int peer = 0; peer < num_ranks_; ++peer) {
     const Hello& theirs = all[peer];
     const std::string who = "rank " + std::to_string(peer);
-    throw_failure(peer, theirs);
     if (theirs.protocol != kProtocolVersion)
       throw Error(who + " runs another version of deep_moe (protocol " + std::to_string(theirs.protocol) + ", here " +
                   std::to_string(kProtocolVersion) + ")");

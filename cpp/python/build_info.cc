@@ -7,6 +7,7 @@
 #include <deep_moe/version.hpp>
 
 #include "bindings.hpp"
+#include "runtime/network.hpp"
 
 #ifndef DEEP_MOE_CUDA_COMPILED
 #define DEEP_MOE_CUDA_COMPILED 0
@@ -68,6 +69,16 @@ nb::dict build_info() {
   return info;
 }
 
+nb::dict network() {
+  const NetworkStatus& status = network_status();
+  nb::dict named;
+  named["path"] = status.path;
+  named["problem"] = status.problem;
+  named["built_against"] = status.built_against;
+  named["library"] = status.library;
+  return named;
+}
+
 }  // namespace
 
 void register_build_info(nb::module_& m) {
@@ -75,6 +86,9 @@ void register_build_info(nb::module_& m) {
         "version: str; variant: \"cpu\", \"cu12\" or \"cu13\"; cuda_compiled: bool; cuda_archs: list[str], such as\n"
         "\"90a\"; sm90_archs: list[str], those whose code uses what came with sm_90; cuda_transport: bool, whether\n"
         "rows can be moved between GPUs; simd: str, chosen at run time; compiler: str; abi3: bool.");
+  m.def("network_status", network, nb::sig("def network_status() -> dict[str, str]"),
+        "Loads the plug-in for exchanges between nodes, once: path, problem (empty where it serves), built_against,\n"
+        "library (versions of NVSHMEM).");
 }
 
 }  // namespace deep_moe::python

@@ -79,6 +79,12 @@ def build_info() -> dict[str, Any]:
     rows can be moved between GPUs; simd: str, chosen at run time; compiler: str; abi3: bool.
     """
 
+def network_status() -> dict[str, str]:
+    """
+    Loads the plug-in for exchanges between nodes, once: path, problem (empty where it serves), built_against,
+    library (versions of NVSHMEM).
+    """
+
 class Buffer:
     """One rank's end of the exchange; deep_moe.Buffer wraps it."""
 

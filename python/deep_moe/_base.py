@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _C
+from . import _C, _network
 from .comm import Comm, comm_of
 from .config import device_of, seconds, whole_number
 from .errors import PeerRefusedError, UnavailableError
@@ -111,6 +111,8 @@ class BufferBase:
                 f"device: the ranks of a Buffer are all on the CPU or all on CUDA devices, got {kinds} by "
                 "rank; pass the same kind of device= on every rank"
             )
+        if self.device.type == "cuda" and self.group_size > 1 and _network.host_library() is not None:
+            _network.status()  # where ranks turn out to be on several nodes, what they need is there
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from deep_moe.cli import doctor, probes
+from deep_moe.cli import doctor, network, probes
 from deep_moe.cli.doctor import Finding, find_all, version_numbers
+from deep_moe.cli.network import driver_parameters as read_parameters
 
 INFO: dict[str, Any] = {
     "version": "0.1.0",
@@ -128,6 +129,75 @@ def test_limits_that_are_low_are_warnings(monkeypatch: pytest.MonkeyPatch) -> No
         "ok       open files     no limit",
         "ok       locked memory  no limit",
     ]
+
+
+# ---- the network between nodes ----
+def rdma_port(folder: Path, device: str, state: str, rate: str = "400 Gb/sec (4X NDR)") -> None:
+    port = folder / device / "ports" / "1"
+    port.mkdir(parents=True)
+    for name, text in (("state", state), ("rate", rate), ("link_layer", "InfiniBand")):
+        (port / name).write_text(text + "\n")
+
+
+def test_every_port_of_a_nic_is_a_line(tmp_path: Path) -> None:
+    assert network.find_nics(tmp_path / "none")[0].mark == "missing"
+    rdma_port(tmp_path, "mlx5_0", "4: ACTIVE")
+    rdma_port(tmp_path, "mlx5_1", "1: DOWN")
+    up, down = network.find_nics(tmp_path)
+    assert (up.mark, up.text) == ("ok", "mlx5_0 port 1: InfiniBand, 400 Gb/sec (4X NDR), ACTIVE")
+    assert (down.mark, "DOWN" in down.text, "ibstat" in down.advice) == ("warning", True, True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "mark"),
+    [
+        ('EnableStreamMemOPs: 1\nRegistryDwords: "PeerMappingOverride=1;"\n', "ok"),
+        ('EnableStreamMemOPs: 0\nRegistryDwords: "PeerMappingOverride=1;"\n', "warning"),
+        ('EnableStreamMemOPs: 1\nRegistryDwords: ""\n', "warning"),
+    ],
+)
+def test_driver_options_of_ibgda_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parameters: str, mark: str
+) -> None:
+    (tmp_path / "params").write_text(parameters)
+    monkeypatch.setattr(network, "DRIVER_PARAMETERS", tmp_path / "params")
+    monkeypatch.setattr(network, "driver_parameters", lambda: read_parameters(tmp_path / "params"))
+    monkeypatch.setattr(network, "PEER_MEMORY", tmp_path)
+    monkeypatch.delenv("NVSHMEM_IB_ENABLE_IBGDA", raising=False)
+    assert [finding.name for finding in network.find_paths()] == ["gpu memory"]
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "1")
+    line = by_name(network.find_paths())["ibgda"]
+    assert line.mark == mark and bool(line.advice) == (mark != "ok")
+
+
+def test_settings_of_nodes_and_of_nvshmem_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.find_nodes() == []
+    monkeypatch.setenv("DEEP_MOE_LOCAL_RANKS", "4")
+    monkeypatch.setenv("NVSHMEM_IB_SL", "3")
+    lines = by_name(network.find_network(INFO))
+    assert (lines["nodes"].mark, "DEEP_MOE_LOCAL_RANKS=4" in lines["nodes"].text) == ("warning", True)
+    assert "NVSHMEM_IB_SL=3" in lines["nvshmem env"].text
+    assert lines["network part"].mark == "missing" and "CUDA variant" in lines["network part"].advice
+
+
+STATUS = "from deep_moe import _network; print(_network.status()['problem'])"
+
+
+@pytest.mark.parametrize("file", ["none", "text", "other library"])
+def test_a_network_part_that_is_not_there_names_the_package(tmp_path: Path, file: str) -> None:
+    """Importing and asking work; the one line says what to install."""
+    plugin = tmp_path / "libdeep_moe_nvshmem.so"
+    if file == "text":
+        plugin.write_text("no library")
+    if file == "other library":
+        subprocess.run(["cc", "-shared", "-o", plugin, "-x", "c", os.devnull], check=True)
+    environment = os.environ | {"DEEP_MOE_NVSHMEM_PLUGIN": str(plugin)}
+    run = [sys.executable, "-c", STATUS]
+    said = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout
+    assert len(said.splitlines()) == 1 and str(plugin) in said
+    assert (
+        "another version of deep_moe" if file == "other library" else "nvidia-nvshmem-cu13>=3.4.5,<3.5"
+    ) in said
 
 
 def test_an_old_module_and_a_broken_probe_are_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

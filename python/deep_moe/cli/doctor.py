@@ -8,31 +8,18 @@ import re
 import sys
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import _variants
 from . import probes
+from .findings import Finding
 from .machine import build_info, cpu_model, memory_bytes, num_cores
+from .network import find_network
 
 TORCH_FLOOR = (2, 4)
 NVSHMEM_RANGE = ">=3.4.5,<3.5"
 NVSHMEM_FLOOR, NVSHMEM_CEILING = (3, 4, 5), (3, 5)
-
-
-@dataclass
-class Finding:
-    """One line; ``mark`` is ``ok``, ``warning`` or ``missing``, ``advice`` what to do or empty."""
-
-    mark: str
-    name: str
-    text: str
-    advice: str = ""
-
-    def line(self) -> str:
-        """Returns the line as plain text."""
-        return f"{self.mark:<8} {self.name:<14} {self.text}" + (f" -> {self.advice}" if self.advice else "")
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
@@ -282,6 +269,7 @@ def find_all(info: dict[str, Any]) -> list[Finding]:
         ("cpu backend", find_backend),
         ("cuda", lambda: find_cuda(info)),
         ("nvshmem", lambda: find_nvshmem(info)),
+        ("network", lambda: find_network(info)),
         ("limits", find_limits),
         ("extras", find_extras),
     ]
