@@ -16,7 +16,8 @@ struct MappedBlocks {
 
 // The ranks of a Buffer on N > 1 nodes of L ranks, as a kernel of one of them sees them.
 struct RailDomain {
-  DeviceDomain node;  // the ranks of this node, by local index: domain words, waits and errors. In errors, ranks from
+  DeviceDomain node;  // the ranks of this node, by local index: words, waits and errors. In errors of notify, phase
+                      // kRelay names a rank of the group; else ranks from
                       // L on are peers: L + their node
   int num_nodes = 0;
   int own_node = 0;

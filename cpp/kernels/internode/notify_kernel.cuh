@@ -66,13 +66,21 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
   if (thread == 0) shared.trouble = 0;
   if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) return end(NotifyOutcome::kFailed);
 
-  // A record is written over that of 8 calls before: each peer has come to within 4 calls of this one.
+  // A record is written over that of 8 calls before: each peer, and each mate, has come to within 4 calls of this one.
   bool ok = true;
   const std::uint64_t before = scope.epoch - layout::kAnnounceDepth / 2;
   if (thread < domain.num_nodes && thread != domain.own_node && scope.epoch > layout::kAnnounceDepth / 2 &&
       before > state.reset_epoch) {
     const std::size_t word = domain.rail.notify_word(before, domain.own_node, thread);
     ok = wait_for_peer(scope, WaitPhase::kRecord, thread, before, [&] { return network.is(word, before); });
+  }
+  if (thread < num_local_ranks && scope.epoch > layout::kAnnounceDepth / 2 && before > state.reset_epoch) {
+    const std::uint64_t* epoch =
+        &domain.node.words.announce(domain.node.workspaces[domain.node.rank], before, thread).epoch;
+    std::uint64_t seen;
+    ok = ok && wait_until(
+                   scope, WaitPhase::kRingSpace, thread, before, [&] { return ptx::ld_acquire_sys(epoch); },
+                   [&](std::uint64_t value) { return value == before; }, &seen);
   }
   if (!__syncthreads_and(ok)) return end(NotifyOutcome::kFailed);
 
