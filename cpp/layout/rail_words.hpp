@@ -14,9 +14,9 @@ inline constexpr int kMaxRingSlots = 32;  // ring_slots() gives no more
 
 // Of one rank, for its own launches.
 struct alignas(64) RailState {
-  std::uint64_t next_token;            // handed out to warps; zero between calls
-  std::uint64_t first_out[kMaxNodes];  // number of the next call's first chunk, by peer's node; grows in a generation
-  std::uint64_t first_in[kMaxNodes];
+  std::uint64_t next_token;       // handed out to warps; zero between calls
+  std::uint64_t sent[kMaxNodes];  // chunks of earlier calls of the generation, by peer's node
+  std::uint64_t received[kMaxNodes];
   std::uint64_t taken[kMaxNodes];  // chunks of the call that a warp has taken, of the ring that rows or sums come from
   std::uint64_t filled[kMaxNodes][kMaxRingSlots];  // rows of the chunk in each slot; zero between uses of the slot
 };

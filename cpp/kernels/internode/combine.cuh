@@ -90,8 +90,7 @@ __device__ void collect_chunk(const RailDomain& domain, const Network& network, 
                               const Holder* holders, const TakenChunk& taken, SumList& list) {
   const Routes& routes = params.args.routes;
   const int node = taken.node, num_local_ranks = domain.num_local_ranks();
-  const RailCall call =
-      ring_call(domain, domain.state().first_out, node, rows_in(routes, node), params.rail_row.stride);
+  const RailCall call = ring_call(domain, domain.state().sent, node, rows_in(routes, node), params.rail_row.stride);
   const std::int64_t first_row = taken.chunk * call.chunk_rows;
   const RailPlace place = call.place(domain.rail.shape(), first_row);
   const std::int32_t* map =
@@ -120,7 +119,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
   const int num_ranks = domain.num_ranks(), own = domain.rank();
   const std::int32_t* position = args.routes.position + token * (num_ranks + domain.num_nodes);
   const auto ring_of = [&](int node) {
-    return ring_call(domain, domain.state().first_in, node, args.routes.rows_out[node], params.rail_row.stride);
+    return ring_call(domain, domain.state().received, node, args.routes.rows_out[node], params.rail_row.stride);
   };
   int num_rows = 0, num_weights = 0;
   for (int b = 0; b < 2; ++b) {

@@ -4,19 +4,18 @@
 #include "kernels/internode/call.cuh"
 #include "kernels/internode/combine.cuh"
 #include "kernels/internode/launch.cuh"
+#include "kernels/internode/tuning.hpp"
 
 namespace deep_moe::kernels::internode {
 
-inline constexpr int kCombineWarps = 16;  // of a block; every other one collects for peers
-
 // Dynamic shared memory.
 struct CombineShared {
-  SumList lists[kCombineWarps];
+  SumList lists[RailTuning::kWarps];
   Holder holders[layout::kMaxKernelRanks];
 };
 
 template <typename Network, typename T>
-__global__ void __launch_bounds__(32 * kCombineWarps, 1)
+__global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
     combine_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
                    const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(16) char dynamic_shared[];
@@ -30,7 +29,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 1)
   if (!__syncthreads_and(ok)) return;
 
   const auto call_out = [&](int node) {
-    return ring_call(domain, domain.state().first_out, node, rows_in(args.routes, node), params.rail_row.stride);
+    return ring_call(domain, domain.state().sent, node, rows_in(args.routes, node), params.rail_row.stride);
   };
   SumList& list = shared.lists[warp];
   if (warp % 2 == 0) {
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps, 1)
   end_rows(
       scope, domain, WaitPhase::kPullDone, [&](int node) { return call_out(node).num_chunks(); },
       [&](int node) {
-        return ring_call(domain, domain.state().first_in, node, args.routes.rows_out[node], params.rail_row.stride)
+        return ring_call(domain, domain.state().received, node, args.routes.rows_out[node], params.rail_row.stride)
             .num_chunks();
       });
 }
@@ -92,8 +91,8 @@ void launch_combine(const RailDomain& domain, const Network& network, const Comb
       layout::RailRow(static_cast<std::size_t>(params.row_bytes), 0, 0, 4 * static_cast<std::size_t>(args.topk), 0);
   check_row(domain, params.rail_row.stride);
   with_type(args.type, [&](auto number) {
-    launch(combine_kernel<Network, decltype(number)>, args.routes.num_sms, kCombineWarps, sizeof(CombineShared), stream,
-           false, "launch of combine between nodes", domain, network, params);
+    launch(combine_kernel<Network, decltype(number)>, args.routes.num_sms, RailTuning::kWarps, sizeof(CombineShared),
+           stream, false, "launch of combine between nodes", domain, network, params);
   });
 }
 

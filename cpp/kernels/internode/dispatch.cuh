@@ -177,7 +177,7 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   const int num_ranks = domain.num_ranks(), own = domain.rank();
   const std::int32_t* position = routes.position + token * (num_ranks + domain.num_nodes);
   const auto ring_of = [&](int node) {
-    return ring_call(domain, domain.state().first_out, node, routes.rows_out[node], params.rail_row.stride);
+    return ring_call(domain, domain.state().sent, node, routes.rows_out[node], params.rail_row.stride);
   };
   const RowView row(params.args, token);
   int count = list_addresses(lists.destination, 0, domain.num_local_ranks(), [&](int local) -> char* {
@@ -221,7 +221,7 @@ __device__ void forward_chunk(const RailDomain& domain, const Network& network, 
                               const Target* targets, const TakenChunk& taken, WarpLists& lists) {
   const Routes& routes = params.args.routes;
   const int node = taken.node, src = domain.peer(node), num_local_ranks = domain.num_local_ranks();
-  const RailCall call = ring_call(domain, domain.state().first_in, node, rows_in(routes, node), params.rail_row.stride);
+  const RailCall call = ring_call(domain, domain.state().received, node, rows_in(routes, node), params.rail_row.stride);
   const std::int64_t first_row = taken.chunk * call.chunk_rows;
   const std::int64_t map_begin = (node > 0 ? routes.rows_in_prefix[node - 1] : 0) + first_row;
   const RailPlace place = call.place(domain.rail.shape(), first_row);

@@ -4,19 +4,18 @@
 #include "kernels/internode/call.cuh"
 #include "kernels/internode/dispatch.cuh"
 #include "kernels/internode/launch.cuh"
+#include "kernels/internode/tuning.hpp"
 
 namespace deep_moe::kernels::internode {
 
-inline constexpr int kDispatchWarps = 16;  // of a block; every other one forwards
-
 // Dynamic shared memory.
 struct DispatchShared {
-  WarpLists lists[kDispatchWarps];
+  WarpLists lists[RailTuning::kWarps];
   Target targets[layout::kMaxKernelRanks];
 };
 
 template <typename Network>
-__global__ void __launch_bounds__(32 * kDispatchWarps, 1)
+__global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
     dispatch_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
                     const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(16) char dynamic_shared[];
@@ -30,7 +29,7 @@ __global__ void __launch_bounds__(32 * kDispatchWarps, 1)
   if (!__syncthreads_and(ok)) return;
 
   const auto call_in = [&](int node) {
-    return ring_call(domain, domain.state().first_in, node, rows_in(routes, node), params.rail_row.stride);
+    return ring_call(domain, domain.state().received, node, rows_in(routes, node), params.rail_row.stride);
   };
   WarpLists& lists = shared.lists[warp];
   if (warp % 2 == 0) {
@@ -54,8 +53,7 @@ __global__ void __launch_bounds__(32 * kDispatchWarps, 1)
   end_rows(
       scope, domain, WaitPhase::kRowsDone,
       [&](int node) {
-        return ring_call(domain, domain.state().first_out, node, routes.rows_out[node], params.rail_row.stride)
-            .num_chunks();
+        return ring_call(domain, domain.state().sent, node, routes.rows_out[node], params.rail_row.stride).num_chunks();
       },
       [&](int node) { return call_in(node).num_chunks(); });
 }
@@ -90,7 +88,7 @@ void launch_dispatch(const RailDomain& domain, const Network& network, const Dis
   check(domain, args);
   const DispatchParams params = derive(domain, args);
   check_row(domain, params.rail_row.stride);
-  launch(dispatch_kernel<Network>, args.routes.num_sms, kDispatchWarps, sizeof(DispatchShared), stream, false,
+  launch(dispatch_kernel<Network>, args.routes.num_sms, RailTuning::kWarps, sizeof(DispatchShared), stream, false,
          "launch of dispatch between nodes", domain, network, params);
 }
 

@@ -18,9 +18,9 @@ __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x %
 __device__ __forceinline__ bool from_first_lane(bool value) { return __shfl_sync(0xffffffffu, value, 0) != 0; }
 
 // The chunks of this call in the ring to, or from, the peer on a node.
-__device__ __forceinline__ RailCall ring_call(const RailDomain& domain, const std::uint64_t* first, int node,
+__device__ __forceinline__ RailCall ring_call(const RailDomain& domain, const std::uint64_t* chunks_before, int node,
                                               std::int64_t num_rows, std::size_t stride) {
-  return RailCall(domain.rail.shape(), ptx::ld_relaxed_gpu(first + node), num_rows, stride);
+  return RailCall(domain.rail.shape(), ptx::ld_relaxed_gpu(chunks_before + node) + 1, num_rows, stride);
 }
 __device__ __forceinline__ std::int64_t rows_in(const Routes& routes, int node) {
   return routes.rows_in_prefix[node] - (node > 0 ? routes.rows_in_prefix[node - 1] : 0);
@@ -142,8 +142,8 @@ __device__ __forceinline__ TakenChunk take_chunk(const WaitScope& scope, const R
 __device__ __forceinline__ void advance_rings(const RailDomain& domain, int node, std::int64_t chunks_out,
                                               std::int64_t chunks_in) {
   layout::RailState& state = domain.state();
-  state.first_out[node] += static_cast<std::uint64_t>(chunks_out);
-  state.first_in[node] += static_cast<std::uint64_t>(chunks_in);
+  state.sent[node] += static_cast<std::uint64_t>(chunks_out);
+  state.received[node] += static_cast<std::uint64_t>(chunks_in);
   state.taken[node] = 0;
 }
 

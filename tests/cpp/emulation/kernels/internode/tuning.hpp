@@ -1,0 +1,10 @@
+// Counterpart of cpp/kernels/internode/tuning.hpp: few fibers.
+#pragma once
+
+namespace deep_moe::kernels::internode {
+
+struct RailTuning {
+  static constexpr int kWarps = 4;
+};
+
+}  // namespace deep_moe::kernels::internode
