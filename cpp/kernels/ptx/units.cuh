@@ -1,5 +1,5 @@
-// 16 bytes that are loaded and stored whole, at a scope; see memory.cuh for the names. Whoever loads them has to use all
-// four words: ptxas (13.0) drops those that are not used and then loads the others one by one, at different times.
+// 16 bytes that are loaded and stored whole, at a scope; see memory.cuh for the names. Whoever loads them has to use
+// all four words: ptxas (13.0) drops those that are not used and then loads the others one by one, at different times.
 #pragma once
 
 #include <cstdint>
