@@ -5,7 +5,6 @@
 
 #include "kernels/low_latency/combine_own.cuh"
 #include "kernels/low_latency/launch.hpp"
-#include "kernels/ptx/keep.cuh"
 
 namespace deep_moe::kernels {
 namespace {

@@ -6,7 +6,6 @@
 #include "kernels/low_latency/dispatch_receive.cuh"
 #include "kernels/low_latency/launch.hpp"
 #include "kernels/ptx/barrier.cuh"
-#include "kernels/ptx/keep.cuh"
 
 namespace deep_moe::kernels {
 namespace {
