@@ -127,6 +127,19 @@ def test_rows_wider_than_a_slot_name_the_bytes(form: str) -> None:
             assert torch.equal(got, want)
 
 
+def test_the_largest_num_rdma_bytes_counts(form: str) -> None:
+    """Slots are as wide on all ranks, so that a row fits all rings or none."""
+    given = Case("largest", (9, 6), hidden=8192, experts=8, topk=3).inputs()
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        with cut_into_nodes(comm, 1):
+            buffer = deep_moe.Buffer(None, num_rdma_bytes=(1 << 20, 32 << 20)[rank], comm=comm, timeout=20)
+        return execute(Program([Dispatch(given, path="fused"), Combine(0)]), rank, [buffer])
+
+    program = Program([Dispatch(given, path="fused"), Combine(0)], local_ranks=1)
+    check(program, run_ranks(rank_main, 2, form=form))
+
+
 @pytest.mark.parametrize("hidden", [1024, 7168])
 @pytest.mark.parametrize("payload", ["plain", "fp8"])
 def test_size_hint_is_enough(hidden: int, payload: str) -> None:

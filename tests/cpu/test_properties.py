@@ -8,6 +8,7 @@ test; DEEP_MOE_HYPOTHESIS_PROFILE=shrink looks for a smaller one where an exampl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -203,3 +204,14 @@ def test_two_interleaved_buffers(data: st.DataObject, setting: tuple[int, str]) 
     ranks, form = setting
     programs = st.one_of(high_throughput_programs(ranks, 2), mixed_programs(ranks, 2))
     try_program(data.draw(programs), ranks, form)
+
+
+@given(st.data(), st.sampled_from([(2, 1), (3, 1), (2, 2), (4, 1), (3, 2), (2, 3)]), st.sampled_from(FORMS))
+def test_several_nodes(data: st.DataObject, world: tuple[int, int], form: str) -> None:
+    """The same between nodes, on one Buffer or two, with the rings that they are born with."""
+    nodes, local_ranks = world
+    ranks = nodes * local_ranks
+    programs = st.one_of(
+        high_throughput_programs(ranks), high_throughput_programs(ranks, 2), mixed_programs(ranks)
+    )
+    try_program(replace(data.draw(programs), local_ranks=local_ranks), ranks, form)
