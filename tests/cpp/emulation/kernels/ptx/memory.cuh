@@ -15,6 +15,8 @@ T load(const T* address, int order) {
 }
 inline std::uint64_t ld_relaxed_gpu(const std::uint64_t* address) { return load(address, __ATOMIC_RELAXED); }
 inline std::uint32_t ld_relaxed_gpu(const std::uint32_t* address) { return load(address, __ATOMIC_RELAXED); }
+inline std::uint32_t ld_relaxed_gpu(const std::uint16_t* address) { return load(address, __ATOMIC_RELAXED); }
+inline std::uint32_t ld_relaxed_gpu(const std::uint8_t* address) { return load(address, __ATOMIC_RELAXED); }
 inline std::uint64_t ld_relaxed_sys(const std::uint64_t* address) { return load(address, __ATOMIC_RELAXED); }
 inline std::uint64_t ld_acquire_sys(const std::uint64_t* address) { return load(address, __ATOMIC_ACQUIRE); }
 
@@ -36,6 +38,9 @@ inline std::uint64_t atom_add_relaxed_gpu(std::uint64_t* address, std::uint64_t 
 }
 inline std::uint64_t atom_add_acq_rel_gpu(std::uint64_t* address, std::uint64_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline std::uint64_t atom_or_relaxed_gpu(std::uint64_t* address, std::uint64_t value) {
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 inline std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* address, std::uint32_t value) {
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
