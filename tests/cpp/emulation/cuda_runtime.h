@@ -156,6 +156,13 @@ T atomicCAS(T* address, T expected, T value) {
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+template <typename T>
+T atomicExch(T* address, T value) {
+  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int shift) {
+  return static_cast<unsigned>(((static_cast<std::uint64_t>(high) << 32) | low) >> (shift & 31));
+}
 inline float __uint_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, 4);

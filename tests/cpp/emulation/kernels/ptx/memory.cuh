@@ -10,13 +10,25 @@ namespace deep_moe::ptx {
 template <typename T>
 T load(const T* address, int order) {
   ::emulation::Block::here().loads();
-  return order == __ATOMIC_ACQUIRE ? __atomic_load_n(address, __ATOMIC_ACQUIRE)
-                                   : __atomic_load_n(address, __ATOMIC_RELAXED);
+  T value;
+  if (order == __ATOMIC_ACQUIRE)
+    __atomic_load(address, &value, __ATOMIC_ACQUIRE);
+  else
+    __atomic_load(address, &value, __ATOMIC_RELAXED);
+  return value;
 }
-inline std::uint64_t ld_relaxed_gpu(const std::uint64_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint32_t ld_relaxed_gpu(const std::uint32_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint64_t ld_relaxed_sys(const std::uint64_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint64_t ld_acquire_sys(const std::uint64_t* address) { return load(address, __ATOMIC_ACQUIRE); }
+template <typename T>
+T ld_relaxed_gpu(const T* address) {
+  return load(address, __ATOMIC_RELAXED);
+}
+template <typename T>
+T ld_relaxed_sys(const T* address) {
+  return load(address, __ATOMIC_RELAXED);
+}
+template <typename T>
+T ld_acquire_sys(const T* address) {
+  return load(address, __ATOMIC_ACQUIRE);
+}
 
 template <typename T>
 void store(T* address, T value, int order) {
@@ -36,6 +48,9 @@ inline std::uint64_t atom_add_relaxed_gpu(std::uint64_t* address, std::uint64_t 
 }
 inline std::uint64_t atom_add_acq_rel_gpu(std::uint64_t* address, std::uint64_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline std::uint64_t atom_or_relaxed_gpu(std::uint64_t* address, std::uint64_t value) {
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 inline std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* address, std::uint32_t value) {
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
