@@ -144,10 +144,6 @@ T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
-T atomicExch(T* address, T value) {
-  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
-}
-template <typename T>
 T atomicMax(T* address, T value) {
   T seen = __atomic_load_n(address, __ATOMIC_RELAXED);
   while (seen < value &&
@@ -160,8 +156,12 @@ T atomicCAS(T* address, T expected, T value) {
   __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
-  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> bits % 32);
+template <typename T>
+T atomicExch(T* address, T value) {
+  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int shift) {
+  return static_cast<unsigned>(((static_cast<std::uint64_t>(high) << 32) | low) >> (shift & 31));
 }
 inline float __uint_as_float(unsigned bits) {
   float value;

@@ -10,15 +10,25 @@ namespace deep_moe::ptx {
 template <typename T>
 T load(const T* address, int order) {
   ::emulation::Block::here().loads();
-  return order == __ATOMIC_ACQUIRE ? __atomic_load_n(address, __ATOMIC_ACQUIRE)
-                                   : __atomic_load_n(address, __ATOMIC_RELAXED);
+  T value;
+  if (order == __ATOMIC_ACQUIRE)
+    __atomic_load(address, &value, __ATOMIC_ACQUIRE);
+  else
+    __atomic_load(address, &value, __ATOMIC_RELAXED);
+  return value;
 }
-inline std::uint64_t ld_relaxed_gpu(const std::uint64_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint32_t ld_relaxed_gpu(const std::uint32_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint32_t ld_relaxed_gpu(const std::uint16_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint32_t ld_relaxed_gpu(const std::uint8_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint64_t ld_relaxed_sys(const std::uint64_t* address) { return load(address, __ATOMIC_RELAXED); }
-inline std::uint64_t ld_acquire_sys(const std::uint64_t* address) { return load(address, __ATOMIC_ACQUIRE); }
+template <typename T>
+T ld_relaxed_gpu(const T* address) {
+  return load(address, __ATOMIC_RELAXED);
+}
+template <typename T>
+T ld_relaxed_sys(const T* address) {
+  return load(address, __ATOMIC_RELAXED);
+}
+template <typename T>
+T ld_acquire_sys(const T* address) {
+  return load(address, __ATOMIC_ACQUIRE);
+}
 
 template <typename T>
 void store(T* address, T value, int order) {
