@@ -49,9 +49,7 @@ INTERNAL = (
     "plain copies: they need the copy engine (sm_90 or later)",
     "timings on GPUs: this build of deep_moe has no CUDA part",
     "the exchange between ranks is open only while a Buffer is made",
-    # Low latency on GPUs, whose messages are not settled yet.
     ": the ranks need staging of different sizes: they did not make the same call",
-    "masks of ranks: not on GPUs in this version",
     " belongs into the same capture",
 )
 
