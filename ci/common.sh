@@ -113,3 +113,22 @@ install_wheel() {
   python -m pip install -q "$1"/deep_moe-*.whl
   python -m pip install -q --force-reinstall --no-deps "$1"/deep_moe-*.whl
 }
+
+# under_sanitizers FOLDER PROGRAM [ARGUMENT...]: GPU tests, reduced, under memcheck, racecheck (which looks at
+# shared memory alone) and synccheck; side by side, for most of their time is the host's. Logs in FOLDER.
+under_sanitizers() {
+  local folder=$1 tool pid failed=() tools=()
+  shift
+  export DEEP_MOE_GPU_STRESS_CALLS=${DEEP_MOE_GPU_STRESS_CALLS:-100}
+  mkdir -p "$folder"
+  say "compute-sanitizer: memcheck, racecheck, synccheck"
+  for tool in memcheck racecheck synccheck; do
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" >"$folder/$tool.log" 2>&1 &
+    tools[$!]=$tool
+  done
+  for pid in "${!tools[@]}"; do
+    wait "$pid" || failed+=("${tools[$pid]}")
+    tail -n 3 "$folder/${tools[$pid]}.log"
+  done
+  [ ${#failed[@]} = 0 ] || die "failed: ${failed[*]}; see $folder"
+}

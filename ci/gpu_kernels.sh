@@ -34,11 +34,7 @@ case ${1:-} in
     "$out/gpu_tests" --test-case='timing*'
     ;;
   sanitize)
-    export DEEP_MOE_GPU_STRESS_CALLS=${DEEP_MOE_GPU_STRESS_CALLS:-100}
-    for tool in memcheck racecheck synccheck; do
-      say "compute-sanitizer $tool"
-      compute-sanitizer --tool "$tool" --error-exitcode 9 "$out/gpu_tests" --test-case-exclude='timing*'
-    done
+    under_sanitizers "$out" "$out/gpu_tests" --test-case-exclude='timing*'
     ;;
   *) die "usage: ci/gpu_kernels.sh [sanitize]" ;;
 esac

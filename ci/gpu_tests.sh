@@ -32,18 +32,21 @@ cpp() {
   say "C++ example"
   build/cuda/examples/two_ranks_gpu
 }
-install() {
+installed=
+install_once() {
+  [ -z "$installed" ] || return 0
   use_venv test
   build_wheel build/dist DEEP_MOE_CUDA=ON
   install_wheel build/dist
+  installed=1
 }
 python_tests() {
-  install
+  install_once
   say "Python tests"
   python -m pytest --expect-tier gpus1 tests/gpu "$@"
 }
 bench() {
-  install
+  install_once
   say "bench"
   mkdir -p build/gpu
   (cd build/gpu && deep-moe bench --routing uniform --num-sms 8,12,16,24 --fp8 --graph --overlap --host-cost --json bench.json)
@@ -54,25 +57,12 @@ timing() {
   say "timings"
   "${threads[@]}" "$tests" --test-case='timing*'
 }
-# The three at the same time, for most of their time is the host's. Processes take turns there for minutes, and racecheck
-# looks at the kernels' shared memory alone.
-sanitize() {
-  local tool pid failed=() pids=()
+# Processes take turns there for minutes. In a shell of its own, for what it exports.
+sanitize() (
   build
-  export DEEP_MOE_GPU_STRESS_CALLS=${DEEP_MOE_GPU_STRESS_CALLS:-100}
-  mkdir -p build/gpu
-  say "compute-sanitizer: memcheck, racecheck, synccheck"
-  for tool in memcheck racecheck synccheck; do
-    "${threads[@]}" compute-sanitizer --tool "$tool" --error-exitcode 9 "$tests" \
-      --test-case-exclude='timing*,*processes*,*process *' >"build/gpu/$tool.log" 2>&1 &
-    pids[$!]=$tool
-  done
-  for pid in "${!pids[@]}"; do
-    wait "$pid" || failed+=("${pids[$pid]}")
-    tail -n 3 "build/gpu/${pids[$pid]}.log"
-  done
-  [ ${#failed[@]} = 0 ] || die "failed: ${failed[*]}; see build/gpu"
-}
+  export "${threads[@]:1}"
+  under_sanitizers build/gpu "$tests" --test-case-exclude='timing*,*processes*,*process *'
+)
 
 case $part in
   all)

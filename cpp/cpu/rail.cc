@@ -7,37 +7,30 @@ using layout::pack_chunk_tag;
 using layout::RailPlace;
 using layout::RailRegion;
 
-// The call that follows `last` in a ring.
-layout::RailCall next_call(const layout::RailCall& last, const layout::RailShape& shape, std::int64_t num_rows,
-                           std::size_t row_stride) {
-  return {shape, last.next_number(), num_rows, row_stride};
-}
-
-// True for the thread that counts the last row of a chunk, which is then behind all others (acq_rel), and has set the
-// count back: nobody counts in this slot again before the peer has answered.
-bool counts_last(std::atomic<int>& count, const RailPlace& place) {
-  if (count.fetch_add(1, std::memory_order_acq_rel) + 1 != place.num_rows) return false;
-  count.store(0, std::memory_order_relaxed);
-  return true;
-}
-
 }  // namespace
 
-RailSender::RailSender(OneSided& network, const layout::RailLayout& layout, int my_node, RailPeer peer,
-                       std::uint64_t generation)
+RailEnd::RailEnd(OneSided& network, const layout::RailLayout& layout, int my_node, RailPeer peer,
+                 std::uint64_t generation)
     : network_(network),
       layout_(layout),
       my_node_(my_node),
       peer_(peer),
       generation_(generation),
-      filled_(std::make_unique<std::atomic<int>[]>(static_cast<std::size_t>(layout.shape().num_slots))) {}
+      done_(std::make_unique<std::atomic<int>[]>(static_cast<std::size_t>(layout.shape().num_slots))) {}
 
-void RailSender::begin(std::int64_t num_rows, std::size_t row_stride) {
-  call_ = next_call(call_, layout_.shape(), num_rows, row_stride);
+void RailEnd::begin(std::int64_t num_rows, std::size_t row_stride) {
+  call_ = {layout_.shape(), call_.next_number(), num_rows, row_stride};
+}
+
+bool RailEnd::counts_last(const RailPlace& place) {
+  std::atomic<int>& done = done_[static_cast<std::size_t>(place.slot)];
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != place.num_rows) return false;
+  done.store(0, std::memory_order_relaxed);
+  return true;
 }
 
 char* RailSender::row(std::int64_t position) {
-  const RailPlace place = call_.place(layout_.shape(), position);
+  const RailPlace place = place_of(position);
   const auto num_slots = static_cast<std::uint64_t>(layout_.shape().num_slots);
   if (place.number > num_slots) {
     const std::uint64_t last_use = pack_chunk_tag(generation_, place.number - num_slots);
@@ -49,8 +42,8 @@ char* RailSender::row(std::int64_t position) {
 }
 
 void RailSender::filled(std::int64_t position) {
-  const RailPlace place = call_.place(layout_.shape(), position);
-  if (!counts_last(filled_[static_cast<std::size_t>(place.slot)], place)) return;
+  const RailPlace place = place_of(position);
+  if (!counts_last(place)) return;
   network_.put_signal(peer_.rank, layout_.slot(RailRegion::kRingSlots, peer_.node, my_node_, place.slot),
                       layout_.slot(RailRegion::kSendSlots, my_node_, peer_.node, place.slot),
                       static_cast<std::size_t>(place.num_rows) * call_.row_stride,
@@ -58,21 +51,8 @@ void RailSender::filled(std::int64_t position) {
                       pack_chunk_tag(generation_, place.number));
 }
 
-RailReceiver::RailReceiver(OneSided& network, const layout::RailLayout& layout, int my_node, RailPeer peer,
-                           std::uint64_t generation)
-    : network_(network),
-      layout_(layout),
-      my_node_(my_node),
-      peer_(peer),
-      generation_(generation),
-      taken_(std::make_unique<std::atomic<int>[]>(static_cast<std::size_t>(layout.shape().num_slots))) {}
-
-void RailReceiver::begin(std::int64_t num_rows, std::size_t row_stride) {
-  call_ = next_call(call_, layout_.shape(), num_rows, row_stride);
-}
-
 const char* RailReceiver::row(std::int64_t position) {
-  const RailPlace place = call_.place(layout_.shape(), position);
+  const RailPlace place = place_of(position);
   const std::uint64_t here = network_.test(layout_.word(RailRegion::kChunkArrived, my_node_, peer_.node, place.slot));
   if (here != pack_chunk_tag(generation_, place.number)) return nullptr;
   return network_.memory() + layout_.slot(RailRegion::kRingSlots, my_node_, peer_.node, place.slot) +
@@ -80,8 +60,8 @@ const char* RailReceiver::row(std::int64_t position) {
 }
 
 void RailReceiver::taken(std::int64_t position) {
-  const RailPlace place = call_.place(layout_.shape(), position);
-  if (!counts_last(taken_[static_cast<std::size_t>(place.slot)], place)) return;
+  const RailPlace place = place_of(position);
+  if (!counts_last(place)) return;
   network_.signal(peer_.rank, layout_.word(RailRegion::kChunkCredit, peer_.node, my_node_, place.slot),
                   pack_chunk_tag(generation_, place.number));
 }
