@@ -29,7 +29,7 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   comm_stream_ = world_->comm_stream();
   most_blocks_ = world_->most_blocks();
   const OnDevice on_device(world_->device());
-  events_ = std::make_unique<CallEvents>();
+  order_ = std::make_unique<CallOrder>();
   low_latency_ = std::make_unique<LowLatency>(
       *world_, LowLatency::Options{options.num_rdma_bytes, options.enable_shrink, options.current_stream},
       [this](const layout::CallSignature& call, const std::string& reason) { post_refusal(call, reason); });
@@ -52,15 +52,15 @@ Stream CudaBuffer::current_stream() const { return options.current_stream ? opti
 bool CudaBuffer::is_captured() const { return capture_of(comm_stream_).active || capture_of(current_stream()).active; }
 
 CallStreams CudaBuffer::join_streams(const StreamOptions& stream_options) {
-  low_latency_->before_other_call(comm_stream_);
   world_->heap().note_comm_work();
   const std::uint64_t num_drops = world_->heap().num_drops();  // other threads may drop more behind the join
-  CallStreams streams(*events_, comm_stream_, current_stream(), stream_options);
+  CallStreams streams(*order_, comm_stream_, current_stream(), stream_options);
+  low_latency_->before_other_call(streams.work());
   if (capture_of(comm_stream_).active) {
     has_captured_ = true;
     world_->heap().retain_in_capture(comm_stream_);
   }
-  if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller(), num_drops);
+  if (stream_options.previous_event == nullptr) world_->heap().free_behind(streams.caller(), streams.work(), num_drops);
   return streams;
 }
 
@@ -88,6 +88,7 @@ void CudaBuffer::take_kernel_error() {
   const std::string me = "rank " + std::to_string(seen.rank), peer = "rank " + std::to_string(seen.peer),
                     call = " (call " + std::to_string(seen.epoch) + ")",
                     phase = layout::wait_phase_name(static_cast<layout::WaitPhase>(seen.phase));
+  if (!failure) order_->note_comm_work();
   if (!failure) kernels::clear_error(world_->domain(), world_->host_words(), comm_stream_, false);
   try {
     switch (kind) {
@@ -122,6 +123,7 @@ void CudaBuffer::take_kernel_error() {
 
 void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std::string& reason) {
   low_latency_->before_other_call(comm_stream_);
+  order_->note_comm_work();
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 
@@ -214,16 +216,16 @@ LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::in
   check_topk_idx_shape(topk_idx, num_experts);
   CallStreams joined = join_streams(streams);
   LayoutResult result;
-  result.num_tokens_per_rank = device_tensor(DType::kInt32, {num_ranks}, comm_stream_, joined.caller());
-  result.num_tokens_per_expert = device_tensor(DType::kInt32, {num_experts}, comm_stream_, joined.caller());
-  result.is_token_in_rank = device_tensor(DType::kBool, {topk_idx.shape[0], num_ranks}, comm_stream_, joined.caller());
+  result.num_tokens_per_rank = device_tensor(DType::kInt32, {num_ranks}, joined.work(), joined.caller());
+  result.num_tokens_per_expert = device_tensor(DType::kInt32, {num_experts}, joined.work(), joined.caller());
+  result.is_token_in_rank = device_tensor(DType::kBool, {topk_idx.shape[0], num_ranks}, joined.work(), joined.caller());
   kernels::LayoutArgs args;
   args.ids = ids_of(topk_idx);
   args.num_experts = static_cast<int>(num_experts);
   args.num_tokens_per_rank = result.num_tokens_per_rank.as<std::int32_t>();
   args.num_tokens_per_expert = result.num_tokens_per_expert.as<std::int32_t>();
   args.is_token_in_rank = result.is_token_in_rank.as<bool>();
-  kernels::get_dispatch_layout(world_->domain(), args, joined.comm());
+  kernels::get_dispatch_layout(world_->domain(), args, joined.work());
   joined.finish();
   return result;
 }
@@ -283,11 +285,15 @@ void CudaBuffer::check() {
   take_kernel_error();
 }
 
-void CudaBuffer::reset() {
+void CudaBuffer::reset() { reset_state(false); }
+
+void CudaBuffer::reset_state(bool behind_calls) {
   const CallGate::Pass pass(open_gate());
   const OnDevice on_device(world_->device());
   try {
     low_latency_->before_other_call(comm_stream_);  // the comm stream's end is waited for
+    order_->note_comm_work();
+    if (behind_calls && !failure_) world_->wait_idle("low_latency_clean_mask_buffer: the calls before it");
     world_->reset();
     low_latency_->restart();
   } catch (...) {
@@ -313,7 +319,7 @@ std::string CudaBuffer::failure_text() const noexcept {
 void CudaBuffer::destroy() {
   if (forks != fork_count()) {
     new std::shared_ptr<DeviceWorld>(std::move(world_));  // the parent's; its driver state is useless here
-    (void)events_.release();
+    (void)order_.release();
     (void)low_latency_.release();
     return;
   }
@@ -333,9 +339,9 @@ void CudaBuffer::release() noexcept {
   world_->depart(!has_captured_, failure_text());
   world_.reset();
   if (on_device) {
-    events_.reset();
+    order_.reset();
   } else {
-    (void)events_.release();
+    (void)order_.release();
   }
 }
 

@@ -1,9 +1,9 @@
 // The GPU implementation of a Buffer: high-throughput calls between GPUs that reach each other's memory.
 //
-// A call runs on the private comm stream, behind the caller's stream. Dispatch launches layout + notify and the kernel
-// that moves rows back to back, into the block that this rank has offered; the host reads the counts from mapped memory
-// while rows move, shrinks the block and hands out its parts. Where some rank's offer was too small all ranks learn it
-// from the same words and grow together; what still does not fit goes in waves.
+// A call runs on the caller's stream, or on the private comm stream behind it (call_streams.hpp). Dispatch launches
+// layout + notify and the kernel that moves rows back to back, into the block that this rank has offered; the host
+// reads the counts from mapped memory while rows move, shrinks the block and hands out its parts. Where some rank's
+// offer was too small all ranks learn it from the same words and grow together; what still does not fit goes in waves.
 #pragma once
 
 #include <algorithm>
@@ -75,6 +75,8 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   LowLatency::Enter hook_entry();
   // Used first on one stream, and handed out on another.
   Tensor device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream first_user, Stream user);
+  // `behind_calls`: those under way come to their end first, as they do on the other ranks.
+  void reset_state(bool behind_calls);
   void release() noexcept;
 
   DispatchResult dispatch_rows(const layout::CallSignature& signature, const DispatchArgs& args);
@@ -93,14 +95,14 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   DispatchResult hand_out(const DispatchArgs& args, RowMovement* move);
   void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts, const StreamOptions& streams) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
-  Block shared_block(std::size_t bytes, const char* call);
-  layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream comm, std::vector<Block>* staging);
+  Block shared_block(std::size_t bytes, Stream first_user, const char* call);
+  layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream work, std::vector<Block>* staging);
 
   CallGate gate_;
   std::shared_ptr<DeviceWorld> world_;
   Stream comm_stream_ = nullptr;  // lives as long as the process
   int most_blocks_ = 0;           // of a call; more might not run at the same time as those of other ranks
-  std::unique_ptr<CallEvents> events_;
+  std::unique_ptr<CallOrder> order_;
   Spills spills_;
   std::unique_ptr<LowLatency> low_latency_;
   std::exception_ptr failure_;

@@ -24,6 +24,7 @@ auto CudaBuffer::run_low_latency(const layout::CallSignature& signature, bool as
   }
   last_signature_ = signature;
   const auto made = [&] {
+    order_->note_comm_work();  // new staging is cleared there
     const Stream user = current_stream();
     LowLatencyStreams streams{async ? comm_stream_ : user, user};
     streams.captured = capture_of(user).active;
@@ -33,7 +34,7 @@ auto CudaBuffer::run_low_latency(const layout::CallSignature& signature, bool as
       return body(streams);
     }
     world_->heap().note_comm_work();
-    CallStreams joined(*events_, comm_stream_, user, {.previous_event = nullptr, .async_finish = true});
+    CallStreams joined(*order_, comm_stream_, user, {.previous_event = nullptr, .async_finish = true});
     if (streams.captured) world_->heap().retain_in_capture(comm_stream_);
     return body(streams);
   };
@@ -97,8 +98,9 @@ void CudaBuffer::update_mask(int peer, bool masked) {
   check_shrink("low_latency_update_mask_buffer");
   if (peer < 0 || peer >= num_ranks || peer == rank)
     throw_value("rank", std::to_string(peer), "another rank, 0 to " + std::to_string(num_ranks - 1));
-  if (!masked) return reset();
+  if (!masked) return reset_state(true);
   const Call call(*this);
+  order_->note_comm_work();
   low_latency_->mask(peer, current_stream());
 }
 
@@ -110,7 +112,7 @@ void CudaBuffer::query_mask(std::int32_t* status) {
 
 void CudaBuffer::clean_mask() {
   check_shrink("low_latency_clean_mask_buffer");
-  reset();
+  reset_state(true);
 }
 
 }  // namespace deep_moe::cuda

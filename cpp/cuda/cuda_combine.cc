@@ -22,7 +22,7 @@ void copy_rows(void* to, const TensorView& rows, std::size_t width, std::int64_t
 }  // namespace
 
 // Where peers read `rows` from: in place if they lie in the heap as kernels load them, else a copy of them there.
-layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, Stream comm,
+layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, Stream work,
                                 std::vector<Block>* staging) {
   layout::Place place;
   place.capacity = num_rows;
@@ -35,9 +35,9 @@ layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, S
     place.offset = static_cast<std::int64_t>(offset);
     return place;
   }
-  const Block block = shared_block(width * static_cast<std::size_t>(num_rows), "combine");
+  const Block block = shared_block(width * static_cast<std::size_t>(num_rows), work, "combine");
   staging->push_back(block);
-  copy_rows(block.ptr, rows, width, num_rows, static_cast<cudaStream_t>(comm));
+  copy_rows(block.ptr, rows, width, num_rows, static_cast<cudaStream_t>(work));
   place.segment = block.segment;
   place.offset = static_cast<std::int64_t>(block.offset);
   return place;
@@ -53,17 +53,18 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
   std::vector<Block> staging;
   kernels::CombineArgs rows;
   try {
-    rows.start.place = stage(args.x, num_rows, streams.comm(), &staging);
-    if (topk > 0) rows.start.weight_place = stage(args.topk_weights, num_rows, streams.comm(), &staging);
+    rows.start.place = stage(args.x, num_rows, streams.work(), &staging);
+    if (topk > 0) rows.start.weight_place = stage(args.topk_weights, num_rows, streams.work(), &staging);
     if (args.out.defined()) {
       result.combined_x.view = args.out;
     } else {
-      result.combined_x = device_tensor(args.x.dtype, {num_tokens, hidden}, comm_stream_, streams.caller());
+      result.combined_x = device_tensor(args.x.dtype, {num_tokens, hidden}, streams.work(), streams.caller());
     }
     if (topk > 0)
-      result.combined_topk_weights = device_tensor(DType::kFloat32, {num_tokens, topk}, comm_stream_, streams.caller());
+      result.combined_topk_weights =
+          device_tensor(DType::kFloat32, {num_tokens, topk}, streams.work(), streams.caller());
   } catch (const BufferTooSmallError& error) {
-    for (const Block& block : staging) world_->heap().own(block, streams.comm()).reset();
+    for (const Block& block : staging) world_->heap().own(block, streams.work()).reset();
     post_refusal(call, error.what());
     throw;
   }
@@ -87,9 +88,9 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
   rows.topk = static_cast<int>(topk);
   rows.combined_topk_weights = topk > 0 ? result.combined_topk_weights.as<float>() : nullptr;
   rows.num_sms = num_blocks(args.num_sms);
-  kernels::combine(world_->domain(), rows, streams.comm());
-  // Dropped behind the comm stream, on which the kernel ends when no peer reads them any more.
-  for (const Block& block : staging) world_->heap().own(block, streams.comm()).reset();
+  kernels::combine(world_->domain(), rows, streams.work());
+  // Dropped behind the kernel, which ends when no peer reads them any more.
+  for (const Block& block : staging) world_->heap().own(block, streams.work()).reset();
   streams.finish();
   return result;
 }

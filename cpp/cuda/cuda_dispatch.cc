@@ -106,7 +106,8 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
   const std::size_t send_index =
       layout::align_up(sizeof(std::int32_t) * static_cast<std::size_t>(num_ranks * num_ranks), layout::kAlign);
   const std::size_t in_rank = send_index + layout::align_up(sizeof(std::int32_t) * cells, layout::kAlign);
-  const Tensor block = device_tensor(DType::kUInt8, {static_cast<std::int64_t>(in_rank + cells)}, comm_stream_, user);
+  const Tensor block =
+      device_tensor(DType::kUInt8, {static_cast<std::int64_t>(in_rank + cells)}, move->streams.work(), user);
   const auto part = [&](std::size_t offset, DType dtype, std::int64_t rows) {
     Tensor tensor = block;
     tensor.view = TensorView::contiguous(block.as<char>() + offset, dtype, {rows, num_ranks});
@@ -123,12 +124,12 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
 void CudaBuffer::offer_block(RowMovement* move) {
   const std::int64_t known = move->worst_rows > 0 ? move->worst_rows : move->cached ? move->arrived : -1;
   if (known < 0) {
-    move->block = world_->heap().allocate_largest(std::numeric_limits<std::int64_t>::max(), comm_stream_);
+    move->block = world_->heap().allocate_largest(std::numeric_limits<std::int64_t>::max(), move->streams.work());
     if (move->block && !world_->shared(move->block.segment))  // appended for this rank alone, and not everywhere yet
       free_block(move);
     move->place.capacity = RecvBlock::capacity(move->format, static_cast<std::int64_t>(move->block.bytes));
   } else {
-    move->block = shared_block(RecvBlock(move->format, known).total, "dispatch");
+    move->block = shared_block(RecvBlock(move->format, known).total, move->streams.work(), "dispatch");
     move->place.capacity = known;
   }
   if (!move->block) move->place.capacity = 0;
@@ -139,9 +140,9 @@ void CudaBuffer::offer_block(RowMovement* move) {
 }
 
 // A block that every peer can reach, or BufferTooSmallError.
-Block CudaBuffer::shared_block(std::size_t bytes, const char* call) {
+Block CudaBuffer::shared_block(std::size_t bytes, Stream first_user, const char* call) {
   std::string reason;
-  const Block block = world_->allocate_or_grow(bytes, comm_stream_, &reason);
+  const Block block = world_->allocate_or_grow(bytes, first_user, &reason);
   if (!block)
     throw BufferTooSmallError(std::string(call) + ": " + std::to_string(bytes) + " bytes of heap needed: " + reason);
   try {
@@ -203,8 +204,8 @@ void CudaBuffer::launch_notified(const DispatchArgs& args, RowMovement* move) {
   notify.send_position = move->handle.send_index.as<std::int32_t>();
   notify.is_token_in_rank = move->handle.is_token_in_rank.as<bool>();
   notify.rank_prefix_matrix = move->handle.rank_prefix_matrix.as<std::int32_t>();
-  kernels::notify(world_->domain(), notify, move->streams.comm());
-  kernels::dispatch(world_->domain(), rows, move->streams.comm());
+  kernels::notify(world_->domain(), notify, move->streams.work());
+  kernels::dispatch(world_->domain(), rows, move->streams.work());
 }
 
 // Rows alone, into a place whose size is known: the cached dispatch, and the second try of one that was too small.
@@ -213,7 +214,7 @@ void CudaBuffer::launch_placed(const DispatchArgs& args, RowMovement* move) {
   rows.cached = true;
   rows.start.signature = signature(args);
   rows.start.place = move->place;
-  kernels::dispatch(world_->domain(), rows, move->streams.comm());
+  kernels::dispatch(world_->domain(), rows, move->streams.work());
 }
 
 // The host's half of notify: counts from mapped memory, while rows already move.
@@ -222,17 +223,20 @@ void CudaBuffer::read_counts(const DispatchArgs& args, RowMovement* move) {
   char* const host = world_->host_words();
   const auto has_tag = [&](std::uint64_t& word) { return layout::has_tag(load(word), move->sequence); };
   const auto started = [&] { return has_tag(words.started(host)); };
-  world_->wait_for_kernel("dispatch/notify", started, [&] { return has_tag(words.outcome(host)); });
+  world_->wait_for_kernel("dispatch/notify", move->streams.work(), started,
+                          [&] { return has_tag(words.outcome(host)); });
   const auto outcome = static_cast<NotifyOutcome>(layout::tagged_count(load(words.outcome(host))));
   if (outcome == NotifyOutcome::kFailed || outcome == NotifyOutcome::kRefused || outcome == NotifyOutcome::kMismatch ||
       outcome == NotifyOutcome::kTooSmallHard) {
+    move->streams.join_comm();
     world_->wait_idle("dispatch: the end of its kernels");
     if (outcome != NotifyOutcome::kFailed) free_block(move);
     take_kernel_error();
     throw Error("dispatch: an earlier call on this Buffer has failed");
   }
   const auto read = [&](std::uint64_t& word) {
-    if (!has_tag(word)) world_->wait_for_kernel("dispatch/notify", started, [&] { return has_tag(word); });
+    if (!has_tag(word))
+      world_->wait_for_kernel("dispatch/notify", move->streams.work(), started, [&] { return has_tag(word); });
     return static_cast<std::int64_t>(layout::tagged_count(load(word)));
   };
   move->hash = layout::kFnvStart ^ static_cast<std::uint64_t>(move->num_experts);
@@ -260,8 +264,8 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   if (move->spill) {
     base = move->spill->data();
     rows_owner = small_owner = move->spill;
-    // The window is written and copied out on the comm stream yet.
-    world_->heap().own(std::exchange(move->block, {}), move->streams.comm()).reset();
+    // The window is written and copied out yet.
+    world_->heap().own(std::exchange(move->block, {}), move->streams.work()).reset();
   } else if (parts.total == 0) {
     free_block(move);
   } else {

@@ -25,7 +25,7 @@ void CudaBuffer::grow_and_move(const DispatchArgs& args, RowMovement* move) {
   const DeviceWorld::Growth growth = world_->grow(fits ? 0 : bytes, fits ? 0 : 3 * bytes);
   std::string reason = growth.reasons[static_cast<std::size_t>(rank)];
   if (!fits) {
-    move->block = world_->heap().allocate(bytes, comm_stream_);
+    move->block = world_->heap().allocate(bytes, move->streams.work());
     if (!growth.everywhere && !(move->block && world_->shared(move->block.segment))) {
       const std::string why = offer_window(move);
       if (reason.empty()) reason = why;
@@ -50,13 +50,13 @@ std::string CudaBuffer::offer_window(RowMovement* move) {
   const std::size_t bytes = RecvBlock(move->format, move->arrived).total;
   free_block(move);
   world_->heap().settle(kSettleSeconds);
-  move->block = world_->heap().allocate_largest(bytes, comm_stream_);
+  move->block = world_->heap().allocate_largest(bytes, move->streams.work());
   if (move->block && !world_->shared(move->block.segment)) free_block(move);
   if (!move->block) return "its heap has no free memory";
   if (move->block.bytes >= bytes) return {};
   try {
-    move->spill =
-        std::make_shared<Spill>(bytes, world_->device(), comm_stream_, move->streams.caller(), options.current_stream);
+    move->spill = std::make_shared<Spill>(bytes, world_->device(), comm_stream_, move->streams.work(),
+                                          move->streams.caller(), options.current_stream);
     spills_.add(move->spill);
     return {};
   } catch (const Error& error) {
@@ -118,7 +118,7 @@ void CudaBuffer::copy_out(const RowMovement& move, std::int64_t num_rows) {
   const layout::RowFormat& format = move.format;
   const RecvBlock from(format, move.place.capacity), to(format, move.arrived);
   const std::int64_t first = move.place.first_row;
-  const auto stream = static_cast<cudaStream_t>(comm_stream_);
+  const auto stream = static_cast<cudaStream_t>(move.streams.work());
   const auto copy = [&](std::size_t source, std::size_t target, std::int64_t bytes_per_row) {
     if (bytes_per_row == 0) return;
     check_runtime(cudaMemcpyAsync(move.spill->data() + target + first * bytes_per_row, move.block.ptr + source,

@@ -99,7 +99,7 @@ std::uint64_t DeviceHeap::num_drops() {
   return num_drops_;
 }
 
-void DeviceHeap::free_behind(Stream stream, std::uint64_t num_drops) {
+void DeviceHeap::free_behind(Stream stream, Stream work, std::uint64_t num_drops) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (small_.empty() && large_.empty()) return;
   if (capture_of(comm_stream_->get()).active) return;  // nobody knows what a launch of the graph will be behind
@@ -123,12 +123,13 @@ void DeviceHeap::free_behind(Stream stream, std::uint64_t num_drops) {
   if (now.blocks.empty()) return;
   const OutsideCapture outside_capture;
   if (freed_ == nullptr) freed_ = events_->take();
-  check(driver().cuEventRecord(freed_, static_cast<CUstream>(comm_stream_->get())), "cuEventRecord");
-  behind_freed_.clear();
+  check(driver().cuEventRecord(freed_, static_cast<CUstream>(work)), "cuEventRecord");
+  behind_freed_ = {work};
   free(now);
 }
 
-// What is free may have been freed by the order of streams: other streams than the comm stream have to join it.
+// What is free may have been freed by the order of streams: streams that are not known to stand behind that have to
+// join it. The comm stream stands there by the time it is used.
 void DeviceHeap::follow_freed(Stream first_user, std::unique_lock<std::mutex>& lock) {
   if (freed_ == nullptr) return;
   if (capture_of(first_user).active) {

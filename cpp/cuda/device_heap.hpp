@@ -2,7 +2,7 @@
 //
 // A block that is handed out has users: the stream it was handed out on, the rank's comm stream, streams added by
 // record_stream, and the current stream of the thread that drops it. A dropped block is free once its users' work so
-// far is done, which events tell, or once the comm stream stands behind that work: the comm stream may use whatever is
+// far is done, which events tell, or once the stream of a call stands behind that work: that stream may use whatever is
 // free, and other streams are made to wait for the point where it was freed. Nothing waits for the device, and no lock
 // is held during a wait.
 //
@@ -43,9 +43,10 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
 
   // How many blocks have been dropped.
   std::uint64_t num_drops();
-  // The comm stream has been made to wait for all that `stream` had to do when `num_drops` blocks had been dropped:
-  // those of them that these two streams alone have used are free.
-  void free_behind(Stream stream, std::uint64_t num_drops);
+  // `work`, the comm stream or `stream` itself, stands behind all that these two had to do when `num_drops` blocks had
+  // been dropped: those of them that no other stream has used are free, to what comes on `work`. Until the comm stream
+  // has joined `work`, nothing is put on it.
+  void free_behind(Stream stream, Stream work, std::uint64_t num_drops);
   // As Heap's, after blocks whose users are done have been taken back. `first_user` is the stream whose work will use
   // the block first: captured, it may get a block that was dropped in the same capture. While the comm stream is
   // captured shrink does nothing. No growth here: a segment has to reach the peers first (DeviceWorld).
@@ -139,9 +140,9 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   std::deque<Use> alone_;  // dropped, of one user each
   std::uint64_t num_comm_work_ = 0;
   std::uint64_t num_drops_ = 0;
-  CUevent_st* freed_ = nullptr;       // on the comm stream, where free_behind() has last freed something
-  std::vector<Stream> behind_freed_;  // other streams that wait for it
-  std::vector<Use> deferred_;         // dropped while a user was captured: no events yet
+  CUevent_st* freed_ = nullptr;                           // where free_behind() has last freed something
+  std::vector<Stream> behind_freed_;                      // other streams that wait for it
+  std::vector<Use> deferred_;                             // dropped while a user was captured: no events yet
   std::map<std::uint64_t, std::weak_ptr<Lease>> leases_;  // by capture
   int num_unseen_ = 0;                                    // dropped since the last reclaim()
   std::size_t dropped_bytes_ = 0;                         // in waiting_, small_, deferred_ and leases

@@ -265,7 +265,7 @@ void DeviceWorld::wait_until_shared(int segment, const char* phase, std::uint64_
   }
 }
 
-void DeviceWorld::wait_for_kernel(const char* phase, const std::function<bool()>& started,
+void DeviceWorld::wait_for_kernel(const char* phase, Stream stream, const std::function<bool()>& started,
                                   const std::function<bool()>& ready) {
   using Clock = std::chrono::steady_clock;
   constexpr auto kLook = std::chrono::milliseconds(1);
@@ -279,8 +279,8 @@ void DeviceWorld::wait_for_kernel(const char* phase, const std::function<bool()>
     const auto now = Clock::now();
     if (now - last_look < kLook) return;
     last_look = now;
-    const CUresult status = query(comm_stream());
-    if (status != CUDA_SUCCESS && status != CUDA_ERROR_NOT_READY) check(status, "a kernel on the comm stream");
+    const CUresult status = query(stream);
+    if (status != CUDA_SUCCESS && status != CUDA_ERROR_NOT_READY) check(status, "a kernel of a call");
     if (ready()) return;
     if (status == CUDA_SUCCESS) throw Error(std::string(phase) + ": the kernel has ended without a word to its host");
     if (running_since == Clock::time_point{}) {

@@ -106,10 +106,11 @@ class DeviceWorld {
   // poll_until with this world's rules; also throws PeerLostError when the blamed peer has left.
   void wait(const char* phase, const std::function<int()>& first_missing,
             const std::function<std::string(int peer)>& describe);
-  // Until ready(): what a kernel of this rank on the comm stream tells its host. The deadline counts from started(): a
+  // Until ready(): what a kernel of this rank on `stream` tells its host. The deadline counts from started(): a
   // kernel may stand behind other work for as long as that takes. Kernels have deadlines of their own, which come
   // first and say more. Also throws what the device has failed with.
-  void wait_for_kernel(const char* phase, const std::function<bool()>& started, const std::function<bool()>& ready);
+  void wait_for_kernel(const char* phase, Stream stream, const std::function<bool()>& started,
+                       const std::function<bool()>& ready);
   // Until the comm stream has nothing left to do.
   void wait_idle(const char* phase);
   // True once the peer has left or its process has ended.

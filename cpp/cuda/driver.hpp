@@ -49,6 +49,7 @@ namespace deep_moe::cuda {
   X(cuStreamQuery)                     \
   X(cuStreamWaitEvent)                 \
   X(cuStreamGetCaptureInfo)            \
+  X(cuStreamGetId)                     \
   X(cuThreadExchangeStreamCaptureMode) \
   X(cuEventCreate)                     \
   X(cuEventDestroy)                    \

@@ -11,7 +11,8 @@
 
 namespace deep_moe::cuda {
 
-Spill::Spill(std::size_t bytes, int device, Stream comm, Stream user, std::function<Stream()> current_stream)
+Spill::Spill(std::size_t bytes, int device, Stream comm, Stream work, Stream user,
+             std::function<Stream()> current_stream)
     : bytes_(bytes),
       device_(device),
       comm_(comm),
@@ -19,7 +20,7 @@ Spill::Spill(std::size_t bytes, int device, Stream comm, Stream user, std::funct
       forks_(fork_count()),
       users_{user} {
   void* memory = nullptr;
-  check_runtime(cudaMallocAsync(&memory, bytes, static_cast<cudaStream_t>(comm)), "cudaMallocAsync");
+  check_runtime(cudaMallocAsync(&memory, bytes, static_cast<cudaStream_t>(work)), "cudaMallocAsync");
   data_ = static_cast<char*>(memory);
 }
 

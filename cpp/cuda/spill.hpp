@@ -15,8 +15,9 @@ namespace deep_moe::cuda {
 // Given back in the order of the comm stream, behind what its users and the thread that drops it have queued.
 class Spill {
  public:
-  // `user` may use it from the start; throws Error where there is no memory.
-  Spill(std::size_t bytes, int device, Stream comm, Stream user, std::function<Stream()> current_stream);
+  // `work` uses it first, the comm stream stands behind that when it is given back, and `user` may use it from the
+  // start; throws Error where there is no memory.
+  Spill(std::size_t bytes, int device, Stream comm, Stream work, Stream user, std::function<Stream()> current_stream);
   ~Spill();
   Spill(const Spill&) = delete;
   Spill& operator=(const Spill&) = delete;

@@ -86,6 +86,21 @@ struct Received {
   OwnedDispatchHandle handle;  // undefined after a dispatch by handle
 };
 
+// Kernels of the current device reach `memory`, which may lie on another one.
+void reach(const void* memory) {
+  cudaPointerAttributes attributes;
+  check_cuda(cudaPointerGetAttributes(&attributes, memory), "cudaPointerGetAttributes");
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (attributes.type != cudaMemoryTypeDevice || attributes.device == device) return;
+  const cudaError_t enabled = cudaDeviceEnablePeerAccess(attributes.device, 0);
+  if (enabled == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+  } else {
+    check_cuda(enabled, "cudaDeviceEnablePeerAccess");
+  }
+}
+
 bool is_summable(DType type) { return type == DType::kBFloat16 || type == DType::kFloat16 || type == DType::kFloat32; }
 
 }  // namespace
@@ -221,6 +236,7 @@ void Rank::set_inputs(Buffer& buffer, const Inputs& inputs, void* stream) {
                         " places; allowed: one a rank, or "
                         "none, for at most " +
                         std::to_string(kMaxCopyRanks) + " ranks");
+  for (const char* place : inputs.landing) reach(place);
   state.first = state.last = {};
   state.combined = state.others = state.sums = state.tickets = {};
   state.inputs = inputs;
