@@ -179,6 +179,7 @@ GPU_TEST_CASE("combine: another handle is noticed by all, and the next call work
     CHECK_EQ(world.error(r).kind, static_cast<std::uint32_t>(layout::KernelErrorKind::kCallMismatch));
     CHECK_EQ(world.error(r).peer_signature.handle_hash, r == 1 ? 0 : 5);
     CHECK_EQ(world.read(r, sums.rank(r).out, 64), std::vector<char>(64, static_cast<char>(kPoison)));
+    const OnGpuOf on(r);
     kernels::clear_error(world.rank(r).domain, world.rank(r).host, world.rank(r).stream);
     cuda(cudaStreamSynchronize(world.rank(r).stream));
   }
@@ -295,10 +296,11 @@ GPU_TEST_CASE("stress: thousands of dispatches, combines and cached dispatches, 
   float* out_weights[R];
   unsigned long long* differences[R];
   for (int r = 0; r < R; ++r) {
-    out[r] = target.allocate(kMaxTokens * shape.row_bytes);
-    out_weights[r] = reinterpret_cast<float*>(target.allocate(4 * kMaxTokens * kTopk + 16));
-    differences[r] = reinterpret_cast<unsigned long long*>(target.allocate(8));
+    out[r] = target.allocate(r, kMaxTokens * shape.row_bytes);
+    out_weights[r] = reinterpret_cast<float*>(target.allocate(r, 4 * kMaxTokens * kTopk + 16));
+    differences[r] = reinterpret_cast<unsigned long long*>(target.allocate(r, 8));
     cuda(cudaMemset(differences[r], 0, 8));
+    sync_gpus();
   }
   for (int s = 0; s < kSets; ++s) {
     Set& set = sets[s];
@@ -312,7 +314,7 @@ GPU_TEST_CASE("stress: thousands of dispatches, combines and cached dispatches, 
     const Counts& counts = set.rows->count();
     for (int r = 0; r < R; ++r) {
       const auto keep = [&](const void* data, std::size_t bytes) {
-        char* memory = target.allocate(static_cast<std::int64_t>(bytes) + 16);
+        char* memory = target.allocate(r, static_cast<std::int64_t>(bytes) + 16);
         target.upload(r, memory, data, bytes);
         return memory;
       };
@@ -388,6 +390,7 @@ GPU_TEST_CASE("stress: thousands of dispatches, combines and cached dispatches, 
 
   cudaGraphExec_t replay[R][kSets] = {};
   for (int r = 0; r < 2; ++r) {
+    const OnGpuOf on(r);
     for (int s = 0; s < kSets; ++s) {
       cudaGraph_t graph;
       cuda(cudaStreamBeginCapture(world.rank(r).stream, cudaStreamCaptureModeThreadLocal));

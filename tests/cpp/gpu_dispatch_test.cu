@@ -219,6 +219,7 @@ GPU_TEST_CASE("dispatch: by a handle, other rows each time; another handle is no
     CHECK_EQ(world.error(r).kind, static_cast<std::uint32_t>(layout::KernelErrorKind::kCallMismatch));
     CHECK_EQ(world.error(r).peer_signature.handle_hash, r == 3 ? 77 : 78);
     CHECK_EQ(rows.compare_heap(r, std::vector<char>(rows.heap_bytes(), static_cast<char>(kPoison))), "");
+    const OnGpuOf on(r);
     kernels::clear_error(world.rank(r).domain, world.rank(r).host, world.rank(r).stream);
     cuda(cudaStreamSynchronize(world.rank(r).stream));
   }
@@ -350,6 +351,7 @@ GPU_TEST_CASE("dispatch: captured calls replay on other ids and rows, beside eag
     kernels::dispatch(world.rank(r).domain, rows.dispatch_args(r), world.rank(r).stream);
   };
   for (int r = 0; r < 2; ++r) {
+    const OnGpuOf on(r);
     cudaGraph_t graph;
     cuda(cudaStreamBeginCapture(world.rank(r).stream, cudaStreamCaptureModeThreadLocal));
     launch(r);

@@ -1,4 +1,4 @@
-// Ranks on several nodes that are threads of this process and share one GPU: a World for ids and streams, with the
+// Ranks on several nodes that are threads of this process and go round the GPUs: a World for ids and streams, with the
 // words of a node for each node and network memory that all ranks map.
 #pragma once
 
@@ -35,16 +35,17 @@ class RailWorld {
 
   RailWorld(World& world, Rows& rows, const RailShape& shape, std::int64_t max_tokens)
       : world_(world), rows_(rows), shape_(shape), ranks_(static_cast<std::size_t>(shape.num_ranks())) {
-    internode::prepare();
     const int N = shape.num_nodes, L = shape.num_local_ranks, R = shape.num_ranks();
     const layout::RailLayout rail(
         {N, shape.num_slots, layout::align_up(shape.slot_bytes, layout::kAlign), layout::rail_record_bytes(N, L)});
     const layout::RailWords words(N, L);
     std::vector<char*> workspaces, rail_words;
     for (int r = 0; r < R; ++r) {
-      network_.blocks[r] = zeroed(rail.bytes());
-      workspaces.push_back(zeroed(layout::device_workspace_bytes(L)));
-      rail_words.push_back(zeroed(words.bytes()));
+      const OnGpuOf on(r);
+      if (r < num_gpus()) internode::prepare();
+      network_.blocks[r] = zeroed(r, rail.bytes());
+      workspaces.push_back(zeroed(r, layout::device_workspace_bytes(L)));
+      rail_words.push_back(zeroed(r, words.bytes()));
     }
     for (int r = 0; r < R; ++r) {
       PerRank& rank = ranks_[r];
@@ -66,7 +67,7 @@ class RailWorld {
           domain.rank_table[node * L + local] = static_cast<std::uint8_t>(shape.rank_at(node, local));
       }
       const auto words_of = [&](std::int64_t count) {
-        return reinterpret_cast<std::int32_t*>(rows.allocate(4 * count + 4));
+        return reinterpret_cast<std::int32_t*>(rows.allocate(r, 4 * count + 4));
       };
       rank.position = words_of(max_tokens * (R + N));
       rank.prefix = words_of(R * L);
@@ -74,15 +75,15 @@ class RailWorld {
       rank.rows_in = words_of(N);
       rank.recv = words_of(world.num_experts());
       rank.map = words_of(max_tokens * N * L);
-      rank.heaps = table(domain.own_node, [&](int mate, std::vector<char*>& bases, int at) {
+      rank.heaps = table(r, domain.own_node, [&](int mate, std::vector<char*>& bases, int at) {
         bases[at + kHeapSegment] = rows.rank(mate).heap;
       });
     }
-    cuda(cudaDeviceSynchronize());
+    sync_gpus();
   }
   void use_inputs(Sums& sums) {
     for (int r = 0; r < shape_.num_ranks(); ++r)
-      ranks_[r].inputs = table(shape_.node_of(r), [&](int mate, std::vector<char*>& bases, int at) {
+      ranks_[r].inputs = table(r, shape_.node_of(r), [&](int mate, std::vector<char*>& bases, int at) {
         bases[at + kInputSegment] = sums.rank(mate).x;
         bases[at + kInputSegment + 1] = reinterpret_cast<char*>(sums.rank(mate).weights);
       });
@@ -233,16 +234,17 @@ class RailWorld {
 
  private:
   template <typename Fill>
-  char** table(int node, Fill fill) {
+  char** table(int r, int node, Fill fill) {
     const int L = shape_.num_local_ranks;
     std::vector<char*> bases(static_cast<std::size_t>(L) * layout::kMaxSegments, nullptr);
     for (int local = 0; local < L; ++local) fill(shape_.rank_at(node, local), bases, local * layout::kMaxSegments);
-    char** at = reinterpret_cast<char**>(rows_.allocate(static_cast<std::int64_t>(bases.size() * sizeof(char*))));
+    char** at = reinterpret_cast<char**>(rows_.allocate(r, static_cast<std::int64_t>(bases.size() * sizeof(char*))));
     cuda(cudaMemcpy(at, bases.data(), bases.size() * sizeof(char*), cudaMemcpyDefault));
     return at;
   }
-  char* zeroed(std::size_t bytes) {
-    char* memory = rows_.allocate(static_cast<std::int64_t>(bytes));
+  char* zeroed(int r, std::size_t bytes) {
+    const OnGpuOf on(r);
+    char* memory = rows_.allocate(r, static_cast<std::int64_t>(bytes));
     cuda(cudaMemset(memory, 0, bytes));
     return memory;
   }

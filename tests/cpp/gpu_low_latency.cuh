@@ -23,10 +23,10 @@ class LowRanks {
       : world(num_ranks, 1, 1, num_ranks, 8, timeout_seconds), arena_bytes_(arena_bytes), used_(num_ranks, 0) {
     staging.slot_bytes = slot_bytes;
     for (int r = 0; r < num_ranks; ++r) {
-      staging.bases[r] = allocate(slot_bytes * layout::kLowLatencySlots);
-      arenas_.push_back(allocate(arena_bytes));
+      staging.bases[r] = allocate(r, slot_bytes * layout::kLowLatencySlots);
+      arenas_.push_back(allocate(r, arena_bytes));
     }
-    cuda(cudaDeviceSynchronize());
+    sync_gpus();
   }
   ~LowRanks() {
     for (char* memory : allocated_) cudaFree(memory);
@@ -48,7 +48,8 @@ class LowRanks {
   kernels::LowLatencyStaging staging;
 
  private:
-  char* allocate(std::int64_t bytes) {
+  char* allocate(int r, std::int64_t bytes) {
+    const OnGpuOf on(r);
     void* memory = nullptr;
     cuda(cudaMalloc(&memory, static_cast<std::size_t>(bytes)));
     cuda(cudaMemset(memory, 0, static_cast<std::size_t>(bytes)));

@@ -22,6 +22,7 @@ double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, Wh
   std::vector<cudaGraphExec_t> graphs(R);
   std::vector<cudaEvent_t> begin(R), end(R);
   for (int r = 0; r < R; ++r) {
+    const OnGpuOf on(r);
     cudaStream_t stream = ranks.world.rank(r).stream;
     cudaGraph_t graph;
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -93,19 +94,26 @@ void make_uniform(LowModel& model) {
   }
 }
 
-void report(const char* what, int num_ranks, std::int64_t num_tokens, int blocks, double micros) {
-  std::printf("%-34s R=%d T=%4lld %3d blocks | %7.2f us\n", what, num_ranks, static_cast<long long>(num_tokens), blocks,
-              micros);
+void report(const char* what, int num_ranks, std::int64_t num_tokens, int blocks, bool early, double micros) {
+  std::printf("%-34s R=%d %d GPUs T=%4lld %3d blocks%s | %7.2f us\n", what, num_ranks, num_gpus_of(num_ranks),
+              static_cast<long long>(num_tokens), blocks, early ? ", early" : "       ", micros);
   std::fflush(stdout);
   const char* path = std::getenv("DEEP_MOE_JSON");
   std::FILE* file = path == nullptr ? nullptr : std::fopen(path, "a");
   if (file == nullptr) return;
   std::fprintf(file,
-               "{\"call\": \"low latency: %s\", \"ranks\": %d, \"gpus\": 1, \"tokens\": %lld, \"hidden\": %lld, "
-               "\"experts\": %lld, \"topk\": %lld, \"blocks\": %d, \"micros\": %.2f}\n",
-               what, num_ranks, static_cast<long long>(num_tokens), static_cast<long long>(kHidden),
-               static_cast<long long>(kExperts), static_cast<long long>(kTopk), blocks, micros);
+               "{\"call\": \"low latency: %s\", \"ranks\": %d, \"gpus\": %d, \"tokens\": %lld, \"hidden\": %lld, "
+               "\"experts\": %lld, \"topk\": %lld, \"blocks\": %d, \"early\": %s, \"micros\": %.2f}\n",
+               what, num_ranks, num_gpus_of(num_ranks), static_cast<long long>(num_tokens),
+               static_cast<long long>(kHidden), static_cast<long long>(kExperts), static_cast<long long>(kTopk), blocks,
+               early ? "true" : "false", micros);
   std::fclose(file);
+}
+
+// Blocks, and whether launches start early: with a GPU for each rank all its SMs, else half of them and never early.
+std::vector<std::pair<int, bool>> launches(int num_ranks) {
+  if (ranks_a_gpu(num_ranks) > 1) return {{64, false}, {32, false}};
+  return {{num_sms(), true}, {num_sms(), false}, {64, true}, {64, false}, {32, true}, {32, false}};
 }
 
 }  // namespace
@@ -131,21 +139,22 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
              {"bf16 + bf16, weights at dispatch", true, false, What::kPair},
              {"fp8 + bf16 in halves, pre-reduced", true, true, What::kHalves},
              {"fp8 + bf16 in halves, by expert", false, true, What::kHalves}}) {
-      for (const int blocks : {64, 32}) {
+      for (const auto& [blocks, early] : launches(R)) {
         if (blocks == 32 && (T != 128 || what != What::kPair)) continue;
         std::vector<std::unique_ptr<LowCall>> calls;
         for (int r = 0; r < R; ++r) {
+          const OnGpuOf on(r);
           ranks.clear(r);
           LowMode mode;
           mode.fp8 = fp8;
           mode.weights = weights;
           mode.halves = what == What::kHalves;
           mode.num_blocks = blocks;
-          mode.early = std::getenv("DM_EARLY") != nullptr;
+          mode.early = early;
           calls.push_back(std::make_unique<LowCall>(ranks, model, r, mode));
         }
         const double micros = time_of(ranks, calls, what);
-        report(name, R, T, blocks, micros);
+        report(name, R, T, blocks, early, micros);
         CHECK_LT(micros, 200);
       }
     }

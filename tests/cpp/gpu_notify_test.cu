@@ -474,6 +474,7 @@ GPU_TEST_CASE("graph: replays take new epochs and new ids, beside ranks that lau
   fill_random(world, random, {300, 120, 0}, 4);
   cudaGraphExec_t replay[R] = {};
   for (int r = 0; r < 2; ++r) {  // rank 2 launches
+    const OnGpuOf on(r);
     cudaGraph_t graph;
     cuda(cudaStreamBeginCapture(world.rank(r).stream, cudaStreamCaptureModeThreadLocal));
     kernels::notify(world.rank(r).domain, world.args(r, 0), world.rank(r).stream);

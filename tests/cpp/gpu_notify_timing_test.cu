@@ -36,6 +36,7 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
   std::vector<cudaGraphExec_t> graphs(R);
   std::vector<cudaEvent_t> begin(R), end(R);
   for (int r = 0; r < R; ++r) {
+    const OnGpuOf on(r);
     cudaStream_t stream = world.rank(r).stream;
     cudaGraph_t graph;
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -126,8 +127,8 @@ TEST_CASE("timing: layout and notify" * doctest::skip(no_gpu())) {
                                  {2, 4096, 256, 8, 4},  {2, 128, 256, 8, 0},   {2, 1, 256, 8, 0},
                                  {4, 4096, 256, 8, 0},  {8, 4096, 256, 8, 0},  {8, 4096, 256, 8, 8},
                                  {2, 4096, 4096, 8, 0}, {2, 16384, 256, 8, 0}, {2, 16384, 256, 8, 32}};
-  std::printf("\n%5s %7s %6s %4s %7s | %13s %12s %10s %10s\n", "ranks", "tokens", "E", "K", "blocks", "back to back",
-              "one, events", "at host", "layout b2b");
+  std::printf("\n%5s %4s %7s %6s %4s %7s | %13s %12s %10s %10s\n", "ranks", "GPUs", "tokens", "E", "K", "blocks",
+              "back to back", "one, events", "at host", "layout b2b");
   for (const Row& row : rows) {
     World world(row.num_ranks, row.num_tokens, row.topk, row.num_experts, 8, 100.0);
     for (int r = 0; r < row.num_ranks; ++r) world.set_ids(r, uniform_ids(row.num_tokens, row.topk, row.num_experts, r));
@@ -149,9 +150,9 @@ TEST_CASE("timing: layout and notify" * doctest::skip(no_gpu())) {
       args.is_token_in_rank = world.rank(r).out.is_token_in_rank;
       kernels::get_dispatch_layout(world.rank(r).domain, args, world.rank(r).stream);
     });
-    std::printf("%5d %7lld %6d %4d %7d | %10.2f us %9.2f us %7.2f us %7.2f us\n", row.num_ranks,
-                static_cast<long long>(row.num_tokens), row.num_experts, row.topk, row.num_blocks, chained,
-                single.events, single.host, layout_only);
+    std::printf("%5d %4d %7lld %6d %4d %7d | %10.2f us %9.2f us %7.2f us %7.2f us\n", row.num_ranks,
+                num_gpus_of(row.num_ranks), static_cast<long long>(row.num_tokens), row.num_experts, row.topk,
+                row.num_blocks, chained, single.events, single.host, layout_only);
     std::fflush(stdout);
     CHECK_LT(chained, 100.0);
   }

@@ -51,12 +51,13 @@ class Rows {
     const int R = world.num_ranks();
     const std::int64_t tail = shape.hard_tail;
     heap_bytes_ = static_cast<std::int64_t>(layout::RecvBlock(format(), max_tokens * R + tail).total) + 4096;
-    for (PerRank& rank : ranks_) {
-      rank.x = allocate(x_stride() * max_tokens + shape.x_gap + 64);
-      rank.scales = allocate(std::max<std::int64_t>(1, scale_row_bytes() * max_tokens));
-      rank.weights = reinterpret_cast<float*>(allocate(4 * max_tokens * world.topk() + 4));
-      rank.heap = allocate(heap_bytes_);
-      rank.segments = reinterpret_cast<char**>(allocate(sizeof(char*) * R * layout::kMaxSegments));
+    for (int r = 0; r < R; ++r) {
+      PerRank& rank = ranks_[r];
+      rank.x = allocate(r, x_stride() * max_tokens + shape.x_gap + 64);
+      rank.scales = allocate(r, std::max<std::int64_t>(1, scale_row_bytes() * max_tokens));
+      rank.weights = reinterpret_cast<float*>(allocate(r, 4 * max_tokens * world.topk() + 4));
+      rank.heap = allocate(r, heap_bytes_);
+      rank.segments = reinterpret_cast<char**>(allocate(r, sizeof(char*) * R * layout::kMaxSegments));
     }
     for (PerRank& rank : ranks_) {
       std::vector<char*> bases(R * layout::kMaxSegments, nullptr);
@@ -92,6 +93,7 @@ class Rows {
 
   // New rows for a rank, poison for its heap.
   void fill(int r, std::mt19937_64& random) {
+    const OnGpuOf on(r);
     PerRank& rank = ranks_[r];
     const std::int64_t T = world_.rank(r).num_tokens;
     const auto bytes = [&](std::int64_t count) {
@@ -117,7 +119,10 @@ class Rows {
     poison_heap(r);
     cuda(cudaStreamSynchronize(world_.rank(r).stream));
   }
-  void poison_heap(int r) { cuda(cudaMemsetAsync(ranks_[r].heap, kPoison, heap_bytes_, world_.rank(r).stream)); }
+  void poison_heap(int r) {
+    const OnGpuOf on(r);
+    cuda(cudaMemsetAsync(ranks_[r].heap, kPoison, heap_bytes_, world_.rank(r).stream));
+  }
 
   kernels::NotifyArgs notify_args(int r, std::uint32_t sequence) {
     kernels::NotifyArgs args = world_.args(r, sequence);
@@ -295,7 +300,9 @@ class Rows {
     return {};
   }
 
-  char* allocate(std::int64_t bytes) {
+  // On the rank's GPU.
+  char* allocate(int r, std::int64_t bytes) {
+    const OnGpuOf on(r);
     void* memory = nullptr;
     cuda(cudaMalloc(&memory, static_cast<std::size_t>(bytes)));
     cuda(cudaMemset(memory, kPoison, static_cast<std::size_t>(bytes)));
@@ -305,6 +312,7 @@ class Rows {
   }
   void upload(int r, void* to, const void* from, std::size_t bytes) {
     if (bytes == 0) return;
+    const OnGpuOf on(r);
     cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, world_.rank(r).stream));
     cuda(cudaStreamSynchronize(world_.rank(r).stream));
   }

@@ -41,6 +41,7 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
   std::vector<cudaGraphExec_t> graphs(R);
   std::vector<cudaEvent_t> begin(R), end(R);
   for (int r = 0; r < R; ++r) {
+    const OnGpuOf on(r);
     cudaStream_t stream = world.rank(r).stream;
     cudaGraph_t graph;
     cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -81,7 +82,10 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
 // The fastest of several shapes of the copy.
 double copy_time(World& world, int num_sms, const std::vector<std::pair<int, int>>& warps_and_stages,
                  const std::function<CopyBound(int)>& args) {
-  deep_moe::bench::prepare_copy_bound();
+  for (int r = 0; r < num_gpus_of(world.num_ranks()); ++r) {
+    const OnGpuOf on(r);
+    deep_moe::bench::prepare_copy_bound();
+  }
   double best = 1e9;
   for (const auto& [num_warps, num_stages] : warps_and_stages) {
     const deep_moe::bench::CopyShape shape{num_sms, num_warps, num_stages};
@@ -95,8 +99,8 @@ double copy_time(World& world, int num_sms, const std::vector<std::pair<int, int
 // A line of the table, and of JSON. `copy` 0: nothing to compare with.
 void report(const char* call, const char* type, int num_ranks, std::int64_t num_tokens, int num_sms, double micros,
             double copy) {
-  std::printf("%-28s %5s %2d %5lld %4d | %8.1f us", call, type, num_ranks, static_cast<long long>(num_tokens), num_sms,
-              micros);
+  std::printf("%-28s %5s %2d %4d %5lld %4d | %8.1f us", call, type, num_ranks, num_gpus_of(num_ranks),
+              static_cast<long long>(num_tokens), num_sms, micros);
   if (copy > 0) std::printf(" %8.1f us %+7.1f us", copy, micros - copy);
   std::printf("\n");
   std::fflush(stdout);
@@ -105,17 +109,18 @@ void report(const char* call, const char* type, int num_ranks, std::int64_t num_
   std::FILE* file = std::fopen(path, "a");
   if (file == nullptr) return;
   std::fprintf(file,
-               "{\"call\": \"%s\", \"type\": \"%s\", \"ranks\": %d, \"gpus\": 1, \"tokens\": %lld, \"hidden\": %lld, "
+               "{\"call\": \"%s\", \"type\": \"%s\", \"ranks\": %d, \"gpus\": %d, \"tokens\": %lld, \"hidden\": %lld, "
                "\"experts\": %d, \"topk\": %d, \"sms\": %d, \"micros\": %.2f",
-               call, type, num_ranks, static_cast<long long>(num_tokens), static_cast<long long>(kHidden), kExperts,
-               kTopk, num_sms, micros);
+               call, type, num_ranks, num_gpus_of(num_ranks), static_cast<long long>(num_tokens),
+               static_cast<long long>(kHidden), kExperts, kTopk, num_sms, micros);
   if (copy > 0) std::fprintf(file, ", \"copy_micros\": %.2f", copy);
   std::fprintf(file, "}\n");
   std::fclose(file);
 }
 
 void table_head() {
-  std::printf("\n%-28s %5s %2s %5s %4s | %11s %11s\n", "call", "type", "R", "T", "SMs", "call", "plain copy");
+  std::printf("\n%-28s %5s %2s %4s %5s %4s | %11s %11s\n", "call", "type", "R", "GPUs", "T", "SMs", "call",
+              "plain copy");
 }
 
 // Ranks with uniform ids and rows, and all that dispatch and combine need.
@@ -129,7 +134,7 @@ class Bench {
     for (int r = 0; r < num_ranks; ++r) {
       world.set_ids(r, uniform_ids(r, num_tokens));
       rows.fill(r, random);
-      out_.push_back(rows.allocate(num_tokens * rows.shape().row_bytes));
+      out_.push_back(rows.allocate(r, num_tokens * rows.shape().row_bytes));
     }
     rows.count();
   }
@@ -213,8 +218,8 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
       report("layout and notify", type, 2, kTokens, 0, back_to_back(bench.world, [&](int r) { bench.notify(r); }), 0);
     char *copies[2][2], *extra[2][2];
     for (int r = 0; r < 2; ++r) {
-      for (char*& copy : copies[r]) copy = rows.allocate(kTokens * row_bytes);
-      for (char*& copy : extra[r]) copy = rows.allocate(kTokens * 256);
+      for (char*& copy : copies[r]) copy = rows.allocate(r, kTokens * row_bytes);
+      for (char*& copy : extra[r]) copy = rows.allocate(r, kTokens * 256);
     }
     for (const int num_sms : {8, 12, 16, 24}) {
       rows.shape().num_sms = num_sms;

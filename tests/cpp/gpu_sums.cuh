@@ -60,13 +60,14 @@ class Sums {
       : world_(world), rows_(rows), shape_(shape), ranks_(world.num_ranks()) {
     const int R = world.num_ranks();
     const std::int64_t most = max_tokens * R;
-    for (PerRank& rank : ranks_) {
-      rank.x = rows.allocate(most * row_bytes() + 512);
-      rank.weights = reinterpret_cast<float*>(rows.allocate(most * world.topk() * 4 + 512));
-      for (char*& bias : rank.bias) bias = rows.allocate(max_tokens * stride() + 64);
-      rank.out = rows.allocate(max_tokens * stride() + 64);
-      rank.out_weights = reinterpret_cast<float*>(rows.allocate(max_tokens * world.topk() * 4 + 4));
-      rank.segments = reinterpret_cast<char**>(rows.allocate(sizeof(char*) * R * layout::kMaxSegments));
+    for (int r = 0; r < R; ++r) {
+      PerRank& rank = ranks_[r];
+      rank.x = rows.allocate(r, most * row_bytes() + 512);
+      rank.weights = reinterpret_cast<float*>(rows.allocate(r, most * world.topk() * 4 + 512));
+      for (char*& bias : rank.bias) bias = rows.allocate(r, max_tokens * stride() + 64);
+      rank.out = rows.allocate(r, max_tokens * stride() + 64);
+      rank.out_weights = reinterpret_cast<float*>(rows.allocate(r, max_tokens * world.topk() * 4 + 4));
+      rank.segments = reinterpret_cast<char**>(rows.allocate(r, sizeof(char*) * R * layout::kMaxSegments));
     }
     for (PerRank& rank : ranks_) {
       std::vector<char*> bases(R * layout::kMaxSegments, nullptr);
@@ -86,6 +87,7 @@ class Sums {
   std::int64_t stride() const { return row_bytes() + shape_.gap; }
 
   void fill(int r, std::mt19937_64& random) {
+    const OnGpuOf on(r);
     PerRank& rank = ranks_[r];
     const std::int64_t N = rows_.counts().total(r, world_.num_ranks()), T = world_.rank(r).num_tokens;
     const auto numbers = [&](std::int64_t count, SumType type) {

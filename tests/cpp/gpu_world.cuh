@@ -1,7 +1,8 @@
-// Ranks that are threads of this process and share one GPU: plain pointers instead of mapped peers, a stream each.
+// Ranks that are threads of this process and go round its GPUs: plain pointers instead of mapped peers, a stream each.
 //
 // To add a test: make a World for its rank count and largest shapes, fill ids with World::set_ids, call run(R, body)
-// with a body that launches on world.rank(r).stream, and compare what World::read gives with layout_on_host.
+// with a body that launches on world.rank(r).stream, and compare what World::read gives with layout_on_host. Where the
+// main thread launches, records or captures for a rank, it holds an OnGpuOf.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,14 +22,11 @@
 #include <thread>
 #include <vector>
 
+#include "gpu_devices.hpp"
 #include "kernels/api.hpp"
 #include "layout/experts.hpp"
 
 namespace deep_moe::test {
-
-inline void cuda(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 // The one place where GPU tests are skipped. With DEEP_MOE_EXPECT_GPUS above 0 a machine without a GPU is an error.
 inline bool no_gpu() {
@@ -96,8 +94,11 @@ class World {
         id_bytes_(id_bytes),
         max_tokens_(max_tokens),
         ranks_(num_ranks) {
-    kernels::prepare();
-    for (Rank& rank : ranks_) {
+    connect_gpus();
+    for (int r = 0; r < num_ranks; ++r) {
+      const OnGpuOf on(r);
+      if (r < num_gpus()) kernels::prepare();
+      Rank& rank = ranks_[r];
       cuda(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
       rank.ids = device<char>(max_tokens * topk * id_bytes);
       rank.mask = device<bool>(max_tokens * num_ranks);
@@ -115,8 +116,12 @@ class World {
       std::memset(rank.host, 0, host_bytes);
     }
     const std::size_t bytes = layout::device_workspace_bytes(num_ranks);
-    for (Rank& rank : ranks_) workspaces_.push_back(device<char>(static_cast<std::int64_t>(bytes)));
     for (int r = 0; r < num_ranks; ++r) {
+      const OnGpuOf on(r);
+      workspaces_.push_back(device<char>(static_cast<std::int64_t>(bytes)));
+    }
+    for (int r = 0; r < num_ranks; ++r) {
+      const OnGpuOf on(r);
       kernels::DeviceDomain& domain = ranks_[r].domain;
       domain.rank = r;
       domain.num_ranks = num_ranks;
@@ -128,7 +133,7 @@ class World {
       domain.host = static_cast<char*>(mapped);
       domain.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
     }
-    cuda(cudaDeviceSynchronize());
+    sync_gpus();
   }
   ~World() {
     for (void* memory : allocated_) cudaFree(memory);
@@ -148,6 +153,7 @@ class World {
 
   // New ids for a rank, stream-ordered.
   void set_ids(int r, const std::vector<std::int64_t>& ids) {
+    const OnGpuOf on(r);
     Rank& rank = ranks_[r];
     rank.host_ids = ids;
     rank.num_tokens = static_cast<std::int64_t>(ids.size()) / topk_;
@@ -166,6 +172,7 @@ class World {
 
   // Every output of a rank is overwritten, so that what a kernel does not write is seen.
   void poison(int r) {
+    const OnGpuOf on(r);
     Rank& rank = ranks_[r];
     const auto fill = [&](void* memory, std::int64_t bytes) {
       cuda(cudaMemsetAsync(memory, 0x5a, bytes, rank.stream));
@@ -210,6 +217,7 @@ class World {
   std::vector<T> read(int r, const T* source, std::int64_t count) {
     std::vector<T> values(static_cast<std::size_t>(count));
     if (count == 0) return values;
+    const OnGpuOf on(r);
     cuda(cudaMemcpyAsync(values.data(), source, count * sizeof(T), cudaMemcpyDefault, ranks_[r].stream));
     cuda(cudaStreamSynchronize(ranks_[r].stream));
     return values;
@@ -260,13 +268,14 @@ class World {
   std::vector<void*> allocated_;
 };
 
-// Runs body(r) on a thread for each rank; rethrows what the first of them throws.
+// Runs body(r) on a thread for each rank, whose GPU is current there; rethrows what the first of them throws.
 inline void run(int num_ranks, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> errors(num_ranks);
   std::vector<std::thread> threads;
   for (int r = 0; r < num_ranks; ++r) {
     threads.emplace_back([&, r] {
       try {
+        cuda(cudaSetDevice(gpu_of(r)));
         body(r);
       } catch (...) {
         errors[r] = std::current_exception();
