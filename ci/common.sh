@@ -20,7 +20,13 @@ export CTEST_PARALLEL_LEVEL=${CTEST_PARALLEL_LEVEL:-1}
 say() { printf '\n== %s\n' "$*"; }
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }
 
-num_gpus() { nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true; }
+# Those that CUDA_VISIBLE_DEVICES leaves, where it is set.
+num_gpus() {
+  local here
+  here=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+  [ "$here" = 0 ] || [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || here=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+  echo "$here"
+}
 
 # One architecture keeps a build short: the first GPU's, or 90a where there is none.
 gpu_architecture() {

@@ -1,5 +1,5 @@
-// Random calls on Buffers of ranks that share a GPU, one after another without a rest, each result checked: dispatches
-// of every kind, combines, eager and replayed from CUDA graphs, between threads and between processes.
+// Random calls on Buffers of ranks that go round the GPUs, one after another without a rest, each result checked:
+// dispatches of every kind, combines, eager and replayed from CUDA graphs, between threads and between processes.
 //
 // Every rank draws the same calls from the same numbers, and can make every other rank's inputs. Rows of a dispatch are
 // random bytes; rows of a combine are small whole numbers, whose sums are exact in every type.

@@ -1,5 +1,5 @@
 // The Buffer on a GPU against the same scalar model as on the
-// CPU: ranks are threads of this process that share one GPU.
+// CPU: ranks are threads of this process that go round its GPUs.
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
@@ -22,7 +22,7 @@ class OwnStreams {
 
   BufferOptions options(std::int64_t heap_bytes, double timeout_seconds) const {
     BufferOptions options;
-    options.device = 0;
+    cuda(cudaGetDevice(&options.device));
     options.num_nvl_bytes = heap_bytes;
     options.timeout_seconds = timeout_seconds;
     options.current_stream = [stream = stream_] { return static_cast<void*>(stream); };
@@ -58,7 +58,7 @@ class OwnStreams {
 
 void on_ranks(int num_ranks, const std::function<void(const Bootstrap&, const OwnStreams&)>& body) {
   check_all(run_threads(num_ranks, [&](const Bootstrap& bootstrap) {
-    cuda(cudaSetDevice(0));
+    cuda(cudaSetDevice(gpu_of(bootstrap.rank)));
     const OwnStreams streams;
     body(bootstrap, streams);
   }));
@@ -160,9 +160,7 @@ TEST_CASE("GPU Buffer: refusals, different calls and a silent rank are named") {
     for (std::uint64_t step = 4; step < 8; ++step) round_trip(buffer, shape, step, -1, memory);
     expect(buffer.memory_stats().quarantined_bytes == 0, "nothing is quarantined after the reset");
   });
-  int count = 0;
-  CHECK(cudaGetDeviceCount(&count) == cudaSuccess);
-  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK_NOTHROW(sync_gpus());
 }
 
 TEST_CASE("GPU Buffer: a failure behind a refusal that nobody has read yet is not lost") {

@@ -17,10 +17,10 @@ class LowBuffer {
  public:
   LowBuffer(const Bootstrap& bootstrap, std::int64_t staging_bytes, double timeout_seconds = 30.0,
             std::int64_t heap_bytes = 256 << 20) {
-    cuda(cudaSetDevice(0));
+    cuda(cudaSetDevice(gpu_of(bootstrap.rank)));
     cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     BufferOptions options;
-    options.device = 0;
+    options.device = gpu_of(bootstrap.rank);
     options.num_nvl_bytes = heap_bytes;
     options.num_rdma_bytes = staging_bytes;
     options.low_latency_mode = true;

@@ -233,9 +233,9 @@ void eager_pairs(const Bootstrap& bootstrap, std::int64_t num_tokens, bool with_
   std::sort(whole.begin(), whole.end());
   std::sort(issued.begin(), issued.end());
   if (bootstrap.rank == 0)
-    std::printf("eager pair, R=%d T=%lld%s | %.1f us (calls returned after %.1f)\n", bootstrap.size,
-                static_cast<long long>(num_tokens), with_weights ? ", weights at dispatch" : "",
-                whole[whole.size() / 2], issued[issued.size() / 2]);
+    std::printf("eager pair, R=%d, %d GPUs, T=%lld%s | %.1f us (calls returned after %.1f)\n", bootstrap.size,
+                num_gpus_of(bootstrap.size), static_cast<long long>(num_tokens),
+                with_weights ? ", weights at dispatch" : "", whole[whole.size() / 2], issued[issued.size() / 2]);
   buffer->check();
 }
 

@@ -1,5 +1,5 @@
 // The low-latency calls of Buffers on GPUs, against the same scalar model as on the CPU: ranks are threads of this
-// process that share one GPU.
+// process that go round its GPUs.
 #include <doctest/doctest.h>
 
 #include <chrono>

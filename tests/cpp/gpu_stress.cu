@@ -5,7 +5,7 @@ namespace deep_moe::test {
 
 StressRank::StressRank(const Bootstrap& bootstrap, std::uint64_t seed, std::int64_t heap_bytes)
     : bootstrap_(bootstrap), shared_(seed), own_(mix(seed, bootstrap.rank)) {
-  cuda(cudaSetDevice(0));
+  cuda(cudaSetDevice(gpu_of(bootstrap.rank)));
   cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
   up_ = std::make_unique<Arena>(std::size_t{64} << 20);
@@ -13,7 +13,7 @@ StressRank::StressRank(const Bootstrap& bootstrap, std::uint64_t seed, std::int6
   fixed_ = std::make_unique<Arena>(std::size_t{1} << 20);
   meet();  // nobody allocates any more when the first kernel waits
   BufferOptions options;
-  options.device = 0;
+  options.device = gpu_of(bootstrap.rank);
   options.num_nvl_bytes = heap_bytes;
   options.timeout_seconds = 30;
   options.current_stream = [stream = stream_] { return static_cast<void*>(stream); };

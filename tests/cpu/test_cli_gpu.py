@@ -343,6 +343,9 @@ def test_tables_in_markdown(tmp_path: Path) -> None:
         "| in a graph: pair, bf16 | 200.0 (+23.0, 88%) |  |",
         "| from Python: dispatch, bf16 |  | 70.0 |",
         "| plain copy for dispatch, bf16 | 100.0 (in graphs 98.0) |  |",
+        "| pairs at low latency | dispatched as | driven by | T=1 | T=128 | host, us |",
+        "| pair, V1 calls | fp8 | graph | 124.0 | 124.0 |  |",
+        "| pair, V1 calls | fp8 | Python | 125.0 | 125.0 | 31.0 |",
         "| 1 | 90 | 100 | 103 | 3.0 % |",
         "| pair | Python | 1 | 1 | 55.0 |",
     ):

@@ -1,4 +1,4 @@
-"""The two forms of ranks on one GPU, for tests that take a form."""
+"""The two forms of ranks on GPUs, for tests that take a form."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from ..support.ranks import GPU_FORMS
 
 @pytest.fixture(params=GPU_FORMS)
 def form(request: pytest.FixtureRequest) -> str:
-    """Ranks on one GPU: threads of one process, at the same time, or processes that take turns."""
+    """Threads of one process, at the same time; or processes, which take turns on a GPU that they share."""
     return str(request.param)

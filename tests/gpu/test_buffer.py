@@ -15,6 +15,7 @@ from ..support.gpu import ONE, WORLDS, World, on_gpu
 from ..support.high_throughput import Combine, Dispatch
 from ..support.inputs import Case
 from ..support.program import Program, check, execute
+from ..support.system import gpu_name
 
 pytestmark = pytest.mark.gpus(1)
 
@@ -99,10 +100,42 @@ def job_refused(comm: Any, rank: int, which: str) -> Any:
 def test_a_tensor_elsewhere_is_refused(world: World, which: str) -> None:
     """An error that names it and both devices; PeerRefusedError with the reason; and the next calls work."""
     *peers, (refused, _) = results = world.run(job_refused, which)
-    refused.must_be(ValueError, which, "is on cpu", "cuda:0")
+    last = world.ranks - 1
+    refused.must_be(ValueError, which, "is on cpu", gpu_name(last))
     for tried, _ in peers:
-        tried.must_be(deep_moe.PeerRefusedError, f"rank {world.ranks - 1}", which, "is on cpu", "cuda:0")
+        tried.must_be(deep_moe.PeerRefusedError, f"rank {last}", which, "is on cpu", gpu_name(last))
     check(good(world.ranks), [program for _, program in results])
+
+
+def job_other_gpu(comm: Any, rank: int, _: Any) -> Any:
+    """Each rank's Buffer is on a GPU that is not the current one, and so is its current stream."""
+    size = comm.Get_size()
+    current = torch.cuda.current_device()
+    other = (current + 1) % torch.cuda.device_count()
+    buffer = deep_moe.Buffer(None, comm=comm, device=other)
+    x, idx = torch.ones(4, 64, device=f"cuda:{other}"), torch.zeros(4, 1, dtype=torch.int64, device="cuda")
+    refused = attempt(lambda: buffer.get_dispatch_layout(idx, 1))
+    idx = idx.to(x.device) + rank
+    with torch.cuda.device(other):
+        torch.cuda.current_stream().synchronize()
+    comm.allgather(None)
+    rows, _, _, _, handle, _ = buffer.dispatch(x * (rank + 1), topk_idx=idx, num_experts=size)
+    total = buffer.combine(rows * 2, handle)[0]
+    where = {tensor.device.index for tensor in (rows, total, handle[0], buffer.empty((2,), torch.int8))}
+    assert where == {other} and torch.cuda.current_device() == current, (where, other, current)
+    with torch.cuda.device(other):
+        torch.cuda.current_stream().synchronize()
+    comm.allgather(None)
+    return refused, other, total
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("world", [World("thread", 2), World("process", 2)], ids=str)
+def test_device_names_another_gpu_than_the_current_one(world: World) -> None:
+    """Calls follow that GPU's current stream; a tensor of the current GPU is refused, and both are named."""
+    for rank, (refused, other, total) in enumerate(world.run(job_other_gpu)):
+        refused.must_be(ValueError, "topk_idx", f"is on {gpu_name(rank)}", f"cuda:{other}")
+        assert torch.equal(total, torch.full((4, 64), 2.0 * (rank + 1)))
 
 
 def job_handles(comm: Any, rank: int, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``deep-moe bench`` on one GPU, from end to end in a small size, and the plain copies beside it."""
+"""``deep-moe bench`` on one GPU and on several, from end to end in a small size, and plain copies beside it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from deep_moe import _C
 
 from ..support.gpu import World, on_gpu
 from ..support.inputs import Case, Inputs
+from ..support.system import first_gpu, num_gpus
 
 pytestmark = pytest.mark.gpus(1)
 
@@ -32,7 +33,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON file of a run with everything; on one GPU, however many there are."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        patch.setenv("CUDA_VISIBLE_DEVICES", first_gpu())
         parts = ("--fp8", "--graph", "--overlap", "--host-cost", "--num-sms", "4,8")
         done = bench(*SMALL, *parts, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,7 +99,7 @@ def test_overlap_and_host_cost(document: dict[str, Any]) -> None:
 
 
 def test_one_rank_and_odd_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first_gpu())
     path = tmp_path / "bench.json"
     done = bench(
         *(
@@ -124,9 +125,35 @@ def test_one_rank_and_odd_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nccl_needs_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first_gpu())
     done = bench(*SMALL, "--compare", "nccl")
     assert done.returncode == 2 and "nccl needs several GPUs" in done.stderr
+
+
+@pytest.mark.gpus(2)
+def test_a_process_a_gpu(tmp_path: Path) -> None:
+    """Both modes and NCCL; plain copies go to the peers' memory, and every exchange is checked."""
+    path = tmp_path / "bench.json"
+    parts = ("--mode", "both", "--ll-tokens", "8", "--fp8", "--graph", "--host-cost", "--num-sms", "8")
+    done = bench(*SMALL, *parts, "--compare", "nccl", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(path.read_text())
+    assert document["parameters"]["processes"] == document["parameters"]["ranks"] == num_gpus()
+    assert "processes, one a GPU" in done.stdout
+    assert all(check["passed"] for check in document["checks"])
+    rows = {(row["name"], row["step"], row["driver"]): row for row in document["rows"]}
+    for driver in ("C++", "graph", "Python"):
+        row = rows["bf16, 8 SMs", "pair", driver]
+        assert row["us"] > 0 and row["gb_per_s"] > 0 and (driver == "Python" or row["copy_us"] > 0)
+    assert rows["bf16, 8 SMs", "pair", "NCCL"]["us"] > 0
+    entries = document["summary"]["low_latency"]
+    assert {(one["payload"], one["tokens"], one["driver"]) for one in entries} == {
+        (payload, tokens, driver)
+        for payload in ("fp8", "bf16")
+        for tokens in (1, 8)
+        for driver in ("graph", "Python")
+    }
+    assert all(one["device_us"] > 0 and one["ranks"] == num_gpus() for one in entries)
 
 
 CASE = Case("copies", (50, 33, 20), hidden=2048 + 512, experts=9, topk=2, payload="fp8")

@@ -1,4 +1,4 @@
-"""Processes on one GPU that are killed or stopped in mid-call: the others get an error in time and go on.
+"""Processes on GPUs that are killed or stopped in mid-call: the others get an error in time and go on.
 
 Ranks are forked for each test, for one of them ends with it.
 """

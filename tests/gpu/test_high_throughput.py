@@ -1,4 +1,4 @@
-"""High-throughput exchanges between ranks that share one GPU: rows bit for bit, sums exactly."""
+"""High-throughput exchanges between ranks that go round the GPUs: rows bit for bit, sums exactly."""
 
 from __future__ import annotations
 

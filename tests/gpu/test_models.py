@@ -1,4 +1,4 @@
-"""The shapes of every published model of the package's list, on ranks that share a GPU."""
+"""The shapes of every published model of the package's list, on ranks that go round the GPUs."""
 
 from __future__ import annotations
 

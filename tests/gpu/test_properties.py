@@ -1,4 +1,4 @@
-"""Random programs of calls on ranks that share a GPU, drawn as those of the CPU are.
+"""Random programs of calls on ranks that go round the GPUs, drawn as those of the CPU are.
 
 pytest --nightly runs 2000 examples a test with threads, and 200 with processes.
 """

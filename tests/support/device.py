@@ -1,15 +1,17 @@
-"""Ranks on a GPU: their streams, and tensors that go there and back.
+"""Ranks on GPUs: which is whose, their streams, and tensors that go there and back.
 
-Each rank has a current stream of its own: on one that they share, each would wait for the other's call. And a
-copy to or from ordinary host memory holds the driver until the work in front of it is done, which may be a
-kernel that waits for another rank: so a stream is waited for before anything is copied on it.
+Ranks go round the GPUs that CUDA_VISIBLE_DEVICES leaves: rank r is on number r % device_count(). Each has a
+current stream of its own: on one that ranks share, each would wait for the other's call. And a copy to or
+from ordinary host memory holds the driver until the work in front of it is done, which may be a kernel that
+waits for another rank: so a stream is waited for before anything is copied on it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +21,18 @@ import deep_moe
 WARM_BYTES = 64 << 20
 SHARED_SMS = 96  # of a GPU, for all ranks on it together: their grids wait for each other
 
-streams: list[torch.cuda.Stream] = []  # the current ones of this process's ranks
-side_streams: list[torch.cuda.Stream] = []  # their second ones
+streams: dict[int, torch.cuda.Stream] = {}  # by rank: the current ones of this process's ranks
+side_streams: dict[int, torch.cuda.Stream] = {}  # their second ones
 _preparing = threading.Lock()
 
 
-def prepare(form: str, ranks: int) -> None:
-    """Once a process, before its ranks use the GPU: settings, and streams for that many ranks."""
+def gpu_of(rank: int) -> torch.device:
+    """The rank's GPU."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def prepare(form: str, ranks: range) -> None:
+    """Before the ranks of this process, or more of them, use their GPUs: settings and streams."""
     with _preparing:
         if form == "thread":
             # Code that is loaded when first used may wait for a kernel that waits for a rank that is loading
@@ -33,10 +40,11 @@ def prepare(form: str, ranks: int) -> None:
             os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.set_num_threads(1)
-        while len(streams) < (ranks if form == "thread" else 1):
-            streams.append(_warm_stream())
-            side_streams.append(_warm_stream())
-        torch.cuda.synchronize()
+        for rank in ranks:
+            if rank not in streams:
+                with torch.cuda.device(gpu_of(rank)):
+                    streams[rank], side_streams[rank] = _warm_stream(), _warm_stream()
+                    torch.cuda.synchronize()
 
 
 def _warm_stream() -> torch.cuda.Stream:
@@ -54,12 +62,18 @@ def _warm_stream() -> torch.cuda.Stream:
 
 def side_stream() -> torch.cuda.Stream:
     """A second stream of this rank. (torch gives the same few new ones to everybody, again and again.)"""
-    return side_streams[streams.index(torch.cuda.current_stream())]
+    current = torch.cuda.current_stream()
+    return next(side_streams[rank] for rank, stream in streams.items() if stream == current)
 
 
-def share_the_gpu(ranks: int) -> None:
-    """All ranks together use no more SMs than there are."""
-    deep_moe.Buffer.set_num_sms(max(1, min(20, SHARED_SMS // ranks)))
+@contextmanager
+def at_home(rank: int, ranks: int) -> Iterator[None]:
+    """The rank's GPU and stream are this thread's current ones; ranks use no more SMs than their GPU has."""
+    of_a_gpu = -(-ranks // torch.cuda.device_count())
+    deep_moe.Buffer.set_num_sms(max(1, min(20, SHARED_SMS // of_a_gpu)))
+    torch.cuda.set_device(gpu_of(rank))
+    with torch.cuda.stream(streams[rank]):
+        yield
 
 
 def on_its_stream(function: Callable[[Any, int], Any], form: str) -> Callable[[Any, int], Any]:
@@ -67,10 +81,9 @@ def on_its_stream(function: Callable[[Any, int], Any], form: str) -> Callable[[A
 
     def rank_main(comm: Any, rank: int) -> Any:
         size = comm.Get_size()
-        prepare(form, size)
-        share_the_gpu(size)
+        prepare(form, range(size) if form == "thread" else range(rank, rank + 1))
         comm.allgather(None)
-        with torch.cuda.stream(streams[rank % len(streams)]):
+        with at_home(rank, size):
             result = on_cpu(function(comm, rank))
             torch.cuda.current_stream().synchronize()
         return result

@@ -1,4 +1,4 @@
-"""Worlds of ranks that share one GPU: threads of one process, or processes.
+"""Worlds of ranks that go round the GPUs: threads of one process, or processes.
 
 The test process itself never uses CUDA, so that ranks may be forked from it. They stay, as those of `workers`
 do; a world with other settings has processes of its own.
@@ -32,7 +32,7 @@ CONNECTIONS_1: Settings = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),)
 
 @dataclass(frozen=True)
 class World:
-    """How many ranks share the GPU, in which form, with which settings."""
+    """How many ranks go round the GPUs, in which form, with which settings."""
 
     form: str  # "thread" or "process"
     ranks: int
@@ -74,14 +74,13 @@ class GpuWorkers(workers.Workers):
 
     def _serve(self, rank: int, pipe: Connection, links: Sequence[Connection]) -> bytes:
         os.environ.update(self._settings)
-        device.prepare(self.form, self.max_ranks)
+        device.prepare(self.form, range(self.max_ranks) if self.form == "thread" else range(rank, rank + 1))
         return super()._serve(rank, pipe, links)
 
 
 def on_stream(comm: Any, rank: int, work: tuple[Job, Any]) -> Any:
     job, argument = work
-    device.share_the_gpu(comm.Get_size())
-    with torch.cuda.stream(device.streams[rank % len(device.streams)]):
+    with device.at_home(rank, comm.Get_size()):
         result = on_cpu(job(comm, rank, argument))
         torch.cuda.current_stream().synchronize()
         comm.allgather(None)  # nobody frees memory or loads code while another still works

@@ -168,7 +168,7 @@ def run(
 ) -> list[list[dict[str, Any]]]:
     """Run a program on all ranks and check everything; gives the results by rank, then by call.
 
-    Forms "gpu thread" and "gpu process": on ranks that share one GPU.
+    Forms "gpu thread" and "gpu process": on ranks that go round the GPUs.
     """
     if form.startswith("gpu "):
         from .gpu import World

@@ -185,7 +185,7 @@ def expand(answer: list[Outcome] | str, num_ranks: int) -> list[Outcome]:
 class Ranks:
     """Ranks that run `function(comm, rank)` once, started and not yet waited for. A context manager.
 
-    Forms "gpu thread" and "gpu process": each with a current stream of its own on one GPU.
+    Forms "gpu thread" and "gpu process": each with a current stream of its own on a GPU that they may share.
     """
 
     def __init__(self, function: RankFunction, num_ranks: int, form: str = "process") -> None:

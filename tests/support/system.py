@@ -42,6 +42,16 @@ def num_gpus() -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def gpu_name(rank: int) -> str:
+    """What torch calls the GPU of a rank: ranks go round the GPUs."""
+    return f"cuda:{rank % num_gpus()}"
+
+
+def first_gpu() -> str:
+    """CUDA_VISIBLE_DEVICES that leaves one GPU of those that there are."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 class Flag:
     """Ranks raise it; the test waits until it was raised often enough. Made before the ranks are forked."""
 

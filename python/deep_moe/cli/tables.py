@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .gpu_low_latency_report import low_latency_lines
 from .gpu_plan import (
     COMBINE,
     COMBINE_ORDINARY,
@@ -113,13 +114,23 @@ def host_cost_table(entries: list[dict[str, Any]]) -> str:
     return table(["call", "driven by", "ranks", "tokens", "wall time, us"], lines)
 
 
+def low_latency_table(entries: list[dict[str, Any]]) -> str:
+    """A line for each payload, way and driver, a column a number of tokens: us a pair."""
+    counts = sorted({entry["tokens"] for entry in entries})
+    head = ["pairs at low latency", "dispatched as", "driven by", *(f"T={count}" for count in counts)]
+    return table([*head, "host, us"], low_latency_lines(entries, counts))
+
+
 def tables(document: dict[str, Any]) -> str:
     """All tables that the document has figures for."""
-    parts, summary = [calls_table(document)], document["summary"]
+    summary = document["summary"]
+    parts = [calls_table(document)] if document["rows"] else []
     if summary["overlap"]:
         parts.append(overlap_table(summary["overlap"]))
     if summary["host_cost"]:
         parts.append(host_cost_table(summary["host_cost"]))
+    if summary["low_latency"]:
+        parts.append(low_latency_table(summary["low_latency"]))
     return "\n\n".join(parts)
 
 
