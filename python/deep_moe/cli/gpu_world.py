@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +57,9 @@ class World:
             if rank == self.rank:
                 shared.append(tensor)
                 continue
-            peer = make(*arguments)
-            first = peer.view(-1)[:1]
-            torch.empty_like(first, device=self.device).copy_(first)  # makes torch enable peer access
-            shared.append(peer)
+            # Opened from this rank's device: memory that is opened from its own is out of reach of kernels here.
+            names = list(inspect.signature(make).parameters)
+            shared.append(make(**dict(zip(names, arguments, strict=True), storage_device=self.device.index)))
         torch.cuda.synchronize()
         return shared
 
