@@ -67,6 +67,7 @@ struct NotifyArgs {
   layout::Place place;                   // where this rank takes its rows
   char* const* segment_bases = nullptr;  // as for dispatch, which then need not look them up itself; may be null
   std::uint32_t sequence = 0;            // tag of what goes to mapped memory; 0: no counts for the host
+  bool alone = false;                    // no dispatch comes behind, which would end the call: notify does
   // Out; any may be null.
   std::int32_t* send_position = nullptr;        // [T, R] index of the token among this rank's rows for that rank, or -1
   bool* is_token_in_rank = nullptr;             // [T, R]

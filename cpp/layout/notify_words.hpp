@@ -64,6 +64,7 @@ enum class NotifyRegion : int {
   kRowState,         // RowState, one
   kRoutes,           // Route[R]                by destination
   kBlockWords,       // u64[blocks][R]          rows of the tokens of each block, by destination
+  kPositionWords,    // u64[blocks]             tag_count(epoch, blocks) once a block's positions are written
   kExpertSums,       // u64[kMaxExperts + R]    notify's sums over blocks, by expert, then by rank; zero between calls
   kLayoutSums,       // u64[kMaxExperts + R]    the same for get_dispatch_layout
   kLowLatencyState,  // LowLatencyState, one (low_latency_words.hpp)
@@ -80,6 +81,7 @@ inline constexpr std::size_t region_bytes(NotifyRegion region, int num_ranks) {
     case NotifyRegion::kRowState: return sizeof(RowState);
     case NotifyRegion::kRoutes: return sizeof(Route) * r;
     case NotifyRegion::kBlockWords: return word * kMaxNotifyBlocks * r;
+    case NotifyRegion::kPositionWords: return word * kMaxNotifyBlocks;
     case NotifyRegion::kExpertSums:
     case NotifyRegion::kLayoutSums: return word * (kMaxExperts + r);
     case NotifyRegion::kLowLatencyState: return kLowLatencyStateBytes;
@@ -132,6 +134,9 @@ class DeviceLayout {
   DM_HOST_DEVICE NotifyState& state(char* base) const { return *at<NotifyState>(base, NotifyRegion::kState); }
   DM_HOST_DEVICE std::uint64_t* block_words(char* base, int block) const {  // [R] over destinations
     return at<std::uint64_t>(base, NotifyRegion::kBlockWords) + block * num_ranks_;
+  }
+  DM_HOST_DEVICE std::uint64_t* position_words(char* base) const {  // [kMaxNotifyBlocks]
+    return at<std::uint64_t>(base, NotifyRegion::kPositionWords);
   }
   DM_HOST_DEVICE std::uint64_t* expert_sums(char* base) const {  // [E]
     return at<std::uint64_t>(base, NotifyRegion::kExpertSums);

@@ -210,6 +210,7 @@ void notify_through_world(const Bootstrap& bootstrap) {
     args.signature.num_experts = kExperts;
     args.place = {1, 0, 0, INT64_MAX};
     args.sequence = call;
+    args.alone = true;
     args.send_position = static_cast<std::int32_t*>(block(num_tokens * num_ranks * 4));
     args.rank_matrix = static_cast<std::int32_t*>(block(num_ranks * num_ranks * 4));
     args.recv_per_expert = static_cast<std::int32_t*>(block(kExperts * 4));

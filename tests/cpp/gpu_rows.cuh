@@ -126,6 +126,7 @@ class Rows {
 
   kernels::NotifyArgs notify_args(int r, std::uint32_t sequence) {
     kernels::NotifyArgs args = world_.args(r, sequence);
+    args.alone = false;  // the dispatch behind it ends the call
     args.place = place(r, hard_capacity(r));
     args.signature.row_bytes = shape_.row_bytes;
     if (shape_.routes_found) args.segment_bases = ranks_[r].segments;

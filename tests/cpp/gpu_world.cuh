@@ -203,6 +203,7 @@ class World {
     args.place.segment = 1;
     args.place.capacity = INT64_MAX;
     args.sequence = sequence;
+    args.alone = true;
     args.send_position = rank.out.send_position;
     args.is_token_in_rank = rank.out.is_token_in_rank;
     args.num_tokens_per_rank = rank.out.per_rank;

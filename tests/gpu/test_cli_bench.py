@@ -1,4 +1,4 @@
-"""``deep-moe bench`` on one GPU and on several, from end to end in a small size, and plain copies beside it."""
+"""``deep-moe bench`` on one GPU and on several, end to end in a small size, and plain copies beside it."""
 
 from __future__ import annotations
 

@@ -10,27 +10,45 @@
 namespace deep_moe::kernels {
 namespace {
 
-// R0: what notify has left, or what peers announce for a call that none precedes. The same result in all threads.
-// kRowsFit: rows move; `route` says where, in the first threads, one a destination. kNone, kFailed: leave. Anything
-// else: no rows, but end the call.
-__device__ __forceinline__ layout::NotifyOutcome begin_call(const DispatchArgs& args, WaitScope* scope,
+// R0: what notify says, or what peers announce for a call that none precedes. The same result in all threads.
+// kRowsFit: rows move; `route` says where, in the first threads, one a destination. kFailed: leave. Anything else: no
+// rows, but end the call.
+__device__ __forceinline__ layout::NotifyOutcome begin_call(const DispatchArgs& args, const WaitScope& scope,
                                                             std::uint32_t* trouble, layout::Route* route) {
   using layout::NotifyOutcome;
-  const int thread = static_cast<int>(threadIdx.x), num_ranks = scope->domain.num_ranks;
+  const int thread = static_cast<int>(threadIdx.x), num_ranks = scope.domain.num_ranks;
   if (args.cached) {
-    const NotifyOutcome outcome = wait_for_peers(*scope, args.start, trouble);
+    const NotifyOutcome outcome = wait_for_peers(scope, args.start, trouble);
     if (outcome != NotifyOutcome::kRowsFit) return outcome;
-    if (thread < num_ranks) *route = find_route(*scope, args.rank_prefix_matrix, thread);
+    if (thread < num_ranks) *route = find_route(scope, args.rank_prefix_matrix, thread);
     return check_places(num_ranks, *route);
   }
-  const layout::NotifyState& state = scope->state();
-  scope->epoch = ptx::ld_relaxed_gpu(&state.epoch);
-  const std::uint64_t word = ptx::ld_relaxed_gpu(&state.outcome);
-  const bool failed = ptx::ld_relaxed_gpu(&state.failed) != 0;
-  if (thread < num_ranks) *route = scope->domain.words.route(scope->mine(), thread);
-  const bool fits = !failed && layout::has_tag(word, scope->epoch) &&
-                    static_cast<NotifyOutcome>(layout::tagged_count(word)) == NotifyOutcome::kRowsFit;
-  return __syncthreads_and(fits) ? NotifyOutcome::kRowsFit : NotifyOutcome::kNone;
+  // Notify has deadlines of its own, and always says how it has ended.
+  const layout::NotifyState& state = scope.state();
+  const auto notified = [&](auto load) {
+    for (;;) {
+      const std::uint64_t word = load();
+      if (layout::has_tag(word, scope.epoch)) return word;
+      if (ptx::ld_relaxed_gpu(&state.failed) != 0) return std::uint64_t{0};
+    }
+  };
+  bool ok = true;
+  if (thread < layout::kMaxNotifyBlocks) {
+    const std::uint64_t* words = scope.domain.words.position_words(scope.mine());
+    ok = notified([&] {
+           const std::uint64_t first = ptx::ld_relaxed_gpu(words), own = ptx::ld_acquire_gpu(words + thread);
+           const bool is_none =
+               layout::has_tag(first, scope.epoch) && layout::tagged_count(first) <= static_cast<std::uint32_t>(thread);
+           return is_none ? first : own;
+         }) != 0;
+  } else if (thread == layout::kMaxNotifyBlocks) {
+    const std::uint64_t word = notified([&] { return ptx::ld_acquire_gpu(&state.outcome); });
+    *trouble = word == 0 ? static_cast<std::uint32_t>(NotifyOutcome::kFailed) : layout::tagged_count(word);
+  }
+  if (!__syncthreads_and(ok)) return NotifyOutcome::kFailed;
+  const auto outcome = static_cast<NotifyOutcome>(*trouble);
+  if (outcome == NotifyOutcome::kRowsFit && thread < num_ranks) *route = scope.domain.words.route(scope.mine(), thread);
+  return outcome;
 }
 
 // R2, R3: this warp's units, the first two of which are given. False: the block must leave.
@@ -91,13 +109,11 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
   char** destinations = reinterpret_cast<char**>(shared + parts.destinations) + warp * num_ranks;
   RowPipe pipe(params, shared + static_cast<std::size_t>(warp) * DispatchTuning::kStages * DispatchTuning::kChunkBytes,
                barriers);
-  WaitScope scope{domain, 0};
-  if (args.cached) {
-    scope.epoch = ptx::ld_relaxed_gpu(&scope.state().epoch) + 1;
-    announce_call(scope, args.start, args.num_tokens);
-  }
+  const WaitScope scope{domain, ptx::ld_relaxed_gpu(&domain.words.state(domain.workspaces[domain.rank]).epoch) + 1};
+  if (args.cached) announce_call(scope, args.start, args.num_tokens);
 
-  // R0: behind notify this launch starts early. Rows are there since before notify started; all else waits for its end.
+  // R0: behind notify this launch starts early. Rows are there since before notify started; all else waits for what
+  // notify says, which is before its end.
   Tickets tickets(scope, params.units.count, num_warps);
   const Unit first(params.units, tickets.first()), second(params.units, tickets.second());
   if constexpr (kTma) {
@@ -109,10 +125,8 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
   }
   TokenWords<kPerLane> words;
   words.load_inputs(args, first);
-  if (!args.cached) ptx::griddepcontrol_wait();
-  words.load_positions(args, num_ranks, first.token);
   layout::Route route;
-  const NotifyOutcome outcome = begin_call(args, &scope, &trouble, &route);
+  const NotifyOutcome outcome = begin_call(args, scope, &trouble, &route);
   const auto leave =
       [&] {  // not before what was loaded has come: the copy engine would write to another block's memory
         if constexpr (kTma) {
@@ -122,6 +136,7 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
 
   const bool rows_move = outcome == NotifyOutcome::kRowsFit;
   if (rows_move) {
+    words.load_positions(args, num_ranks, first.token);
     // R1.
     bool ok = true, columns = false;
     if (thread < num_ranks) {
@@ -140,14 +155,14 @@ __device__ void dispatch_block(const DeviceDomain& domain, const DispatchParams&
     leave();
     if (args.cached && outcome == NotifyOutcome::kFailed && thread == 0)
       tell_host(args.start.sequence, &domain.host_words.outcome(domain.host), static_cast<std::uint32_t>(outcome));
-    if (outcome == NotifyOutcome::kNone || outcome == NotifyOutcome::kFailed) return;
+    if (outcome == NotifyOutcome::kFailed) return;
   }
 
   // R5: every block tells every peer; the first one waits for all of theirs.
   post_block_done(scope, !rows_move);
   if (blockIdx.x != 0) return;
   const bool ok = wait_for_blocks(scope, layout::WaitPhase::kRowsDone, !rows_move);
-  if (args.cached && thread == 0) finish(scope, args.start.sequence, ok ? outcome : NotifyOutcome::kFailed);
+  if (thread == 0) finish(scope, args.cached ? args.start.sequence : 0, ok ? outcome : NotifyOutcome::kFailed);
 }
 
 template <bool kTma, int kPerLane>
@@ -155,6 +170,8 @@ __global__ void __launch_bounds__(32 * DispatchTuning::num_warps(kTma), 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain, const __grid_constant__ DispatchParams params) {
   extern __shared__ __align__(128) char dynamic_shared[];
   if constexpr (!kTma || ptx::kHasTma) dispatch_block<kTma, kPerLane>(domain, params, dynamic_shared);
+  // What comes behind this launch comes behind notify as well.
+  if (!params.args.cached) ptx::griddepcontrol_wait();
 }
 
 DispatchParams derive(const DispatchArgs& args, int num_warps) {

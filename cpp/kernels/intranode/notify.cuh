@@ -37,8 +37,22 @@ __device__ __forceinline__ void post_counts(const WaitScope& scope, const Notify
   std::uint64_t* rank_sum = domain.words.rank_sums(scope.mine()) + dst;
   std::uint64_t rows_before = 0;
   if (dst < domain.num_ranks) rows_before = ptx::atom_add_relaxed_gpu(rank_sum, layout::arrive_with(block_rows[dst]));
+  const auto is_last = [&](std::uint64_t before) {
+    return layout::arrivals(before) == static_cast<std::uint32_t>(num_blocks - 1);
+  };
+  // Rows cannot move before it is there; the first of the experts' sums are on their way meanwhile.
+  const auto post_rows = [&] {
+    if (dst >= domain.num_ranks || !is_last(rows_before)) return;
+    const std::uint32_t total = layout::tagged_count(rows_before) + block_rows[dst];
+#pragma unroll 1
+    for (int peer = 0; peer < domain.num_ranks; ++peer)
+      ptx::st_relaxed_sys(domain.words.rank_words(domain.workspaces[peer], scope.epoch, domain.rank) + dst,
+                          layout::tag_count(scope.epoch, total));
+    *rank_sum = 0;
+    if (args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(total);
+  };
   std::uint64_t* sums = domain.words.expert_sums(scope.mine());
-  for (int first = threadIdx.x; first < experts.num_experts; first += kThreads * kBatch) {
+  for (int first = threadIdx.x;; first += kThreads * kBatch) {
     std::uint64_t before[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -46,11 +60,12 @@ __device__ __forceinline__ void post_counts(const WaitScope& scope, const Notify
       if (e < experts.num_experts)
         before[i] = ptx::atom_add_relaxed_gpu(sums + e, layout::arrive_with(expert_counts[e]));
     }
+    if (first == dst) post_rows();
+    if (first >= experts.num_experts) return;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int e = first + i * kThreads;
-      if (e >= experts.num_experts || layout::arrivals(before[i]) != static_cast<std::uint32_t>(num_blocks - 1))
-        continue;
+      if (e >= experts.num_experts || !is_last(before[i])) continue;
       const std::uint32_t total = layout::tagged_count(before[i]) + expert_counts[e];
       const int owner = owners.rank_of(e);
       std::uint64_t* words = domain.words.expert_words(domain.workspaces[owner], scope.epoch, domain.rank);
@@ -59,14 +74,6 @@ __device__ __forceinline__ void post_counts(const WaitScope& scope, const Notify
       if (args.num_tokens_per_expert) args.num_tokens_per_expert[e] = static_cast<std::int32_t>(total);
     }
   }
-  if (dst >= domain.num_ranks || layout::arrivals(rows_before) != static_cast<std::uint32_t>(num_blocks - 1)) return;
-  const std::uint32_t total = layout::tagged_count(rows_before) + block_rows[dst];
-#pragma unroll 1
-  for (int peer = 0; peer < domain.num_ranks; ++peer)
-    ptx::st_relaxed_sys(domain.words.rank_words(domain.workspaces[peer], scope.epoch, domain.rank) + dst,
-                        layout::tag_count(scope.epoch, total));
-  *rank_sum = 0;
-  if (args.num_tokens_per_rank) args.num_tokens_per_rank[dst] = static_cast<std::int32_t>(total);
 }
 
 // L4: the rows of the blocks before this one, by destination. False: the block must leave.
@@ -160,17 +167,21 @@ __device__ void layout_block(const DeviceDomain& domain, const NotifyArgs& args,
   post_counts(scope, args, owners, shared.block_rows, expert_counts, num_blocks);
   if (!__syncthreads_and(wait_for_lower_blocks(scope, block, shared.first_row))) return;
   write_positions(args, route, num_ranks, range, shared);
+  __syncthreads();
+  if (threadIdx.x == 0)
+    ptx::st_release_gpu(domain.words.position_words(scope.mine()) + block,
+                        layout::tag_count(scope.epoch, static_cast<std::uint32_t>(num_blocks)));
 }
 
-// G3: every source's counts, into `matrix` [R, R] and `expert_sums` [L] (shared, zeroed). False: the block must leave.
-__device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_local_experts, std::uint32_t* matrix,
-                                              std::uint32_t* expert_sums) {
+// G3: calls take(source, index, count) for `per_src` words of every source, those behind `skipped` others. False: the
+// block must leave.
+template <typename Take>
+__device__ __forceinline__ bool gather_counts(const WaitScope& scope, int skipped, int per_src, Take take) {
   constexpr int kThreads = NotifyTuning::kThreads, kBatch = NotifyTuning::kWordsInFlight;
   const DeviceDomain& domain = scope.domain;
-  const int num_ranks = domain.num_ranks, words_per_src = num_ranks + num_local_experts;
-  const int num_words = num_ranks * words_per_src;
+  const int num_words = domain.num_ranks * per_src;
   const auto address_of = [&](int item) {
-    return domain.words.rank_words(scope.mine(), scope.epoch, item / words_per_src) + item % words_per_src;
+    return domain.words.rank_words(scope.mine(), scope.epoch, item / per_src) + skipped + item % per_src;
   };
   for (int first = threadIdx.x; first < num_words; first += kThreads * kBatch) {
     std::uint64_t word[kBatch] = {};
@@ -183,7 +194,7 @@ __device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_lo
     for (int i = 0; i < kBatch; ++i) {
       const int item = first + i * kThreads;
       if (item >= num_words) break;
-      const int src = item / words_per_src, index = item % words_per_src;
+      const int src = item / per_src;
       std::uint64_t value = word[i];
       if (!layout::has_tag(value, scope.epoch)) {
         const std::uint64_t* address = address_of(item);
@@ -191,12 +202,7 @@ __device__ __forceinline__ bool gather_counts(const WaitScope& scope, int num_lo
                 scope, layout::WaitPhase::kCountWords, src, [=] { return ptx::ld_relaxed_sys(address); }, &value))
           return false;
       }
-      const std::uint32_t count = layout::tagged_count(value);
-      if (index < num_ranks) {
-        matrix[src * num_ranks + index] = count;
-      } else {
-        atomicAdd(expert_sums + (index - num_ranks), count);
-      }
+      take(src, item % per_src, layout::tagged_count(value));
     }
   }
   return true;
@@ -228,6 +234,18 @@ __device__ __forceinline__ void report_too_few_rows(const WaitScope& scope, int 
                static_cast<std::uint64_t>(capacity), rows, [](layout::ErrorRecord&) {});
 }
 
+// G5: the dispatch behind this launch runs already and waits for this word; it ends the call, unless there is none.
+__device__ __forceinline__ void conclude(const WaitScope& scope, const NotifyArgs& args,
+                                         layout::NotifyOutcome outcome) {
+  ptx::st_release_gpu(&scope.state().outcome, layout::tag_count(scope.epoch, static_cast<std::uint32_t>(outcome)));
+  if (args.alone && outcome != layout::NotifyOutcome::kFailed) ptx::st_relaxed_gpu(&scope.state().epoch, scope.epoch);
+}
+
+__device__ __forceinline__ void tell_outcome(const WaitScope& scope, const NotifyArgs& args,
+                                             layout::NotifyOutcome outcome) {
+  tell_host(args.sequence, &scope.domain.host_words.outcome(scope.domain.host), static_cast<std::uint32_t>(outcome));
+}
+
 // The block that speaks to the peers' gathering blocks and to the host. No block of this rank waits for it.
 __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const NotifyArgs& args,
                                              const layout::ExpertBlocks& experts, std::uint32_t* dynamic_shared) {
@@ -244,10 +262,12 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
     trouble = 0;
     tell_host(args.sequence, &domain.host_words.started(domain.host), 1);
   }
-  if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) {
-    if (thread == 0) finish(scope, args.sequence, NotifyOutcome::kFailed);
-    return;
-  }
+  const auto end = [&](NotifyOutcome outcome) {
+    if (thread != 0) return;
+    conclude(scope, args, outcome);
+    tell_outcome(scope, args, outcome);
+  };
+  if (__syncthreads_or(ptx::ld_relaxed_gpu(&state.failed) != 0)) return end(NotifyOutcome::kFailed);
 
   // G1, G2: all ranks make the same call.
   layout::Route route;
@@ -271,44 +291,49 @@ __device__ __forceinline__ void gather_block(const DeviceDomain& domain, const N
       std::uint64_t word;
       const bool there = wait_for_tag(
           scope, layout::WaitPhase::kCountWords, domain.rank, [=] { return ptx::ld_relaxed_sys(own); }, &word);
-      finish(scope, args.sequence, there ? static_cast<NotifyOutcome>(trouble) : NotifyOutcome::kFailed);
+      end(there ? static_cast<NotifyOutcome>(trouble) : NotifyOutcome::kFailed);
     }
     return;
   }
 
-  // G3: all counts.
-  if (!__syncthreads_and(gather_counts(scope, num_local_experts, matrix, expert_sums))) {
-    if (thread == 0) finish(scope, args.sequence, NotifyOutcome::kFailed);
-    return;
-  }
-
-  // G4: prefix sums, what fits, totals of this rank's experts.
+  // G3, G4: all rows; prefix sums, what fits.
+  if (!__syncthreads_and(gather_counts(
+          scope, 0, num_ranks, [&](int src, int dst, std::uint32_t count) { matrix[src * num_ranks + dst] = count; })))
+    return end(NotifyOutcome::kFailed);
   layout::PlaceFit fit = layout::PlaceFit::kFits;
+  std::uint32_t rows = 0;
   if (thread < num_ranks) {
     const layout::Place& place = route.place;
-    const std::uint32_t rows = write_prefix(domain, args, thread, matrix, route);
+    rows = write_prefix(domain, args, thread, matrix, route);
     if (rows > place.capacity) {
       const bool hard = (place.flags & layout::kPlaceHard) != 0;
       fit = hard ? layout::PlaceFit::kTooSmallHard : layout::PlaceFit::kTooSmall;
       if (hard) report_too_few_rows(scope, thread, place.capacity, rows);
     }
+  }
+  const bool too_small = __syncthreads_or(fit != layout::PlaceFit::kFits);
+  const bool hard = __syncthreads_or(fit == layout::PlaceFit::kTooSmallHard);
+  NotifyOutcome outcome = hard        ? NotifyOutcome::kTooSmallHard
+                          : too_small ? NotifyOutcome::kTooSmall
+                                      : NotifyOutcome::kRowsFit;
+  if (thread == 0) conclude(scope, args, outcome);
+
+  // G6: what the host waits for, and entries by expert, which it alone needs.
+  if (thread < num_ranks) {
     tell_host(args.sequence, domain.host_words.rank_rows(domain.host) + thread, rows);
     tell_host(args.sequence, domain.host_words.rank_fit(domain.host) + thread, static_cast<std::uint32_t>(fit));
     tell_host(args.sequence, domain.host_words.source_rows(domain.host) + thread,
               matrix[thread * num_ranks + domain.rank]);
   }
+  if (!__syncthreads_and(gather_counts(scope, num_ranks, num_local_experts, [&](int, int local, std::uint32_t count) {
+        atomicAdd(expert_sums + local, count);
+      })))
+    outcome = NotifyOutcome::kFailed;
   for (int l = thread; l < num_local_experts; l += NotifyTuning::kThreads) {
     tell_host(args.sequence, domain.host_words.expert_rows(domain.host) + l, expert_sums[l]);
     if (args.recv_per_expert) args.recv_per_expert[l] = static_cast<std::int32_t>(expert_sums[l]);
   }
-  const bool too_small = __syncthreads_or(fit != layout::PlaceFit::kFits);
-  const bool hard = __syncthreads_or(fit == layout::PlaceFit::kTooSmallHard);
-  if (thread == 0) {
-    finish(scope, args.sequence,
-           hard        ? NotifyOutcome::kTooSmallHard
-           : too_small ? NotifyOutcome::kTooSmall
-                       : NotifyOutcome::kRowsFit);
-  }
+  if (thread == 0) tell_outcome(scope, args, outcome);
 }
 
 }  // namespace deep_moe::kernels

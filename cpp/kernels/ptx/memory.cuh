@@ -54,6 +54,12 @@ __device__ __forceinline__ std::uint64_t ld_acquire_sys(const std::uint64_t* add
   return value;
 }
 
+__device__ __forceinline__ std::uint64_t ld_acquire_gpu(const std::uint64_t* address) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void st_relaxed_gpu(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
@@ -64,6 +70,10 @@ __device__ __forceinline__ void st_relaxed_gpu(std::uint32_t* address, std::uint
 
 __device__ __forceinline__ void st_relaxed_sys(std::uint64_t* address, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_release_gpu(std::uint64_t* address, std::uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ void st_release_sys(std::uint64_t* address, std::uint64_t value) {
