@@ -1,4 +1,4 @@
-"""``deep-moe bench`` on one GPU and on several, from end to end in a small size, and plain copies beside it."""
+"""``deep-moe bench`` on one GPU and on several, in a small size from end to end; plain copies beside it."""
 
 from __future__ import annotations
 
@@ -170,6 +170,11 @@ def job_copies(comm: Any, rank: int, given: Inputs) -> Any:
     mine = torch.zeros(given.ranks, most * row_bytes, dtype=torch.uint8, device="cuda")
     ordinary = torch.zeros(given.ranks * tokens, x[0].shape[1], dtype=torch.bfloat16, device="cuda")
     everybodys = comm.allgather(mine)
+    for peer in everybodys:  # a copy makes torch let one GPU reach the other's memory
+        for source, target in ((peer, mine), (mine, peer)):
+            torch.empty_like(target.view(-1)[:1]).copy_(source.view(-1)[:1])
+    torch.cuda.synchronize()
+    comm.allgather(None)
     bench_rank = _C.BenchRank(buffer.runtime)
     landing = [of_rank[rank].data_ptr() for of_rank in everybodys]
     bench_rank.set_inputs(x, idx, weights, given.experts, ordinary, landing)
