@@ -52,7 +52,7 @@ def test_every_call_is_timed_and_has_its_copy(document: dict[str, Any]) -> None:
             for driver in ("C++", "graph"):
                 for step in ("dispatch", "dispatch by handle", "pair", "pair by handle"):
                     row = rows[name, step, driver]
-                    assert row["copy_us"] > 0 and 0 < row["us"] < 20_000
+                    assert row["copy_us"] > 0 and 0 < row["us"] < 1e6
                     assert row["share"] == pytest.approx(row["copy_us"] / row["us"])
             difference = rows[name, "dispatch, V1 calls", "C++"]["us"] - rows[name, "dispatch", "C++"]["us"]
             assert rows[name, "V1 calls less num_experts=", "C++"]["us"] == pytest.approx(difference)
