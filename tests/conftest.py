@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="TIER[,TIER...]",
         help="tiers (cpu, gpus1, gpus2, nodes2, nightly, ...) whose tests must run: a skipped one fails, "
         "and so does a tier of which no test ran; default: DEEP_MOE_EXPECT_TIER",
+    )
+    parser.addoption(
+        "--shard",
+        default="1/1",
+        metavar="K/N",
+        help="the K-th part of N of the tests: parts may run side by side",
     )
     parser.addoption(
         "--nightly",
@@ -103,7 +110,21 @@ def what_is_missing(item: pytest.Item) -> str | None:
     return None
 
 
+def _part(item: pytest.Item, parts: int) -> int:
+    """A function with all its parameters is in one part, and so is who shares a fixture of the module."""
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    together = any(one.scope == "module" for of_name in known.values() for one in of_name)
+    name = item.path.name + ("" if together else getattr(item, "originalname", item.name))
+    return zlib.crc32(name.encode()) % parts
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard, parts = map(int, config.getoption("--shard").split("/"))
+    others = [item for item in items if _part(item, parts) != shard - 1]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     for item in items:
         if config.getoption("--nightly") and config.pluginmanager.hasplugin("timeout"):
             item.add_marker(pytest.mark.timeout(7200))
@@ -143,7 +164,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _not_run(config: pytest.Config) -> set[str]:
-    if config.option.collectonly:
+    if config.option.collectonly or config.getoption("--shard") != "1/1":
         return set()
     return config.stash[_expected] - config.stash[_ran]
 

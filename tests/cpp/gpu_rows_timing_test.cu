@@ -79,19 +79,27 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
   return slowest;
 }
 
-// The fastest of several shapes of the copy.
-double copy_time(World& world, int num_sms, const std::vector<std::pair<int, int>>& warps_and_stages,
+// The fastest of several shapes of the copy, with rows dealt out by turns and, for SMs get unequal shares of a link, by
+// tickets.
+double copy_time(World& world, Rows& rows, int num_sms, const std::vector<std::pair<int, int>>& warps_and_stages,
                  const std::function<CopyBound(int)>& args) {
-  for (int r = 0; r < num_gpus_of(world.num_ranks()); ++r) {
+  std::vector<std::uint64_t*> tickets;
+  for (int r = 0; r < world.num_ranks(); ++r) {
     const OnGpuOf on(r);
-    deep_moe::bench::prepare_copy_bound();
+    if (r < num_gpus()) deep_moe::bench::prepare_copy_bound();
+    tickets.push_back(reinterpret_cast<std::uint64_t*>(rows.allocate(r, 16)));
+    cuda(cudaMemset(tickets.back(), 0, 16));
   }
+  sync_gpus();
   double best = 1e9;
   for (const auto& [num_warps, num_stages] : warps_and_stages) {
     const deep_moe::bench::CopyShape shape{num_sms, num_warps, num_stages};
-    best = std::min(best, back_to_back(world, [&](int r) {
-                      deep_moe::bench::launch_copy_bound(args(r), shape, world.rank(r).stream);
-                    }));
+    for (const bool by_tickets : {false, true})
+      best = std::min(best, back_to_back(world, [&](int r) {
+                        CopyBound copy = args(r);
+                        if (by_tickets) copy.tickets = tickets[r];
+                        deep_moe::bench::launch_copy_bound(copy, shape, world.rank(r).stream);
+                      }));
   }
   return best;
 }
@@ -225,7 +233,7 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
     }
     for (const int num_sms : {8, 12, 16, 24}) {
       rows.shape().num_sms = num_sms;
-      const double copy = copy_time(bench.world, num_sms, {{6, 4}, {12, 4}}, [&](int r) {
+      const double copy = copy_time(bench.world, bench.rows, num_sms, {{6, 4}, {12, 4}}, [&](int r) {
         CopyBound args;
         args.from[0] = rows.rank(r).x;
         args.extra_bytes = static_cast<int>(rows.scale_row_bytes());
@@ -250,7 +258,7 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
       if (fp8) continue;
 
       bench.move_once();  // the last ones had no weights
-      const double pull = copy_time(bench.world, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
+      const double pull = copy_time(bench.world, bench.rows, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
         CopyBound args;
         for (int d = 0; d < 2; ++d) args.from[d] = copies[d][r];
         args.to[0] = bench.out(r);
@@ -282,7 +290,7 @@ TEST_CASE("timing: combine of several ranks and with biases, beside a plain copy
       for (const int num_sms : {8, 16}) {
         bench.rows.shape().num_sms = num_sms;
         const std::int64_t row_bytes = bench.rows.shape().row_bytes;
-        const double pull = copy_time(bench.world, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
+        const double pull = copy_time(bench.world, bench.rows, num_sms, {{16, 3}, {12, 4}}, [&](int r) {
           CopyBound args;
           args.num_loads = R + num_biases;
           for (int d = 0; d < R; ++d) args.from[d] = bench.rows.rank(d).heap;

@@ -131,7 +131,7 @@ void StressRank::combine(const Live& live, std::uint64_t seed, bool simple) {
     const std::int64_t bytes = plan.tokens[me()] * plan.hidden * static_cast<std::int64_t>(dtype_bytes(dtype));
     args.out = TensorView::contiguous(up_->take(static_cast<std::size_t>(bytes)).device, dtype,
                                       {plan.tokens[me()], plan.hidden});
-    args.out.device = 0;
+    args.out.device = gpu_of(me());
   }
   args.num_sms = static_cast<int>(1 + own_.below(24));
   const CombineResult result = on_streams(&args.streams, [&] { return buffer_->combine(args); });
@@ -193,7 +193,7 @@ void StressRank::replay_beside_eager(int replaying, int rounds) {
     const Inputs inputs = make_inputs(plan);
     places = {like(inputs.x), {}, like(inputs.ids), like(inputs.weights)};
     TensorView y = TensorView::contiguous(nullptr, DType::kBFloat16, {plan.worst, plan.hidden});
-    y.device = 0;
+    y.device = gpu_of(me());
     y_place = like(y);
     bias_place = like(make_bias(plan, 0, 0, DType::kBFloat16));
     cuda(cudaStreamSynchronize(stream_));

