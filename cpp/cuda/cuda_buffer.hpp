@@ -23,6 +23,10 @@ namespace deep_moe::cuda {
 
 class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_this<CudaBuffer> {
  public:
+  struct RowRange {
+    std::int64_t first = 0, count = 0;
+  };
+
   CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options);
   ~CudaBuffer() override;
 
@@ -96,7 +100,8 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts, const StreamOptions& streams) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
   Block shared_block(std::size_t bytes, Stream first_user, const char* call);
-  layout::Place stage(const TensorView& rows, std::int64_t num_rows, Stream work, std::vector<Block>* staging);
+  layout::Place stage(const TensorView& rows, std::int64_t num_rows, RowRange own, Stream work,
+                      std::vector<Block>* staging, const void** own_rows);
 
   CallGate gate_;
   std::shared_ptr<DeviceWorld> world_;

@@ -1,4 +1,6 @@
 // Combine on a GPU.
+#include <numeric>
+
 #include "cuda/cuda_call.hpp"
 #include "layout/handle.hpp"
 #include "runtime/validate.hpp"
@@ -6,6 +8,8 @@
 namespace deep_moe::cuda {
 
 namespace {
+
+using RowRange = CudaBuffer::RowRange;
 
 // Rows without gaps; as one piece where they are one, for a copy row by row takes several times as long.
 void copy_rows(void* to, const TensorView& rows, std::size_t width, std::int64_t num_rows, cudaStream_t stream) {
@@ -19,11 +23,29 @@ void copy_rows(void* to, const TensorView& rows, std::size_t width, std::int64_t
   }
 }
 
+// The same rows of both, which have no gaps.
+void copy_range(char* to, const TensorView& rows, std::size_t width, RowRange range, cudaStream_t stream) {
+  if (range.count == 0) return;
+  const std::size_t first = width * static_cast<std::size_t>(range.first);
+  check_runtime(cudaMemcpyAsync(to + first, static_cast<const char*>(rows.data) + first,
+                                width * static_cast<std::size_t>(range.count), cudaMemcpyDeviceToDevice, stream),
+                "cudaMemcpyAsync");
+}
+
+// What this rank had sent to itself, by the handle; none where the host does not know.
+RowRange own_range(const TensorView& meta, int rank, int num_ranks, std::int64_t num_rows) {
+  if (meta.numel() != layout::kDispatchMetaSize + num_ranks) return {};
+  const std::int64_t* source_rows = meta.as<std::int64_t>() + layout::kDispatchMetaSize;
+  if (std::accumulate(source_rows, source_rows + num_ranks, std::int64_t{0}) != num_rows) return {};
+  return {std::accumulate(source_rows, source_rows + rank, std::int64_t{0}), source_rows[rank]};
+}
+
 }  // namespace
 
-// Where peers read `rows` from: in place if they lie in the heap as kernels load them, else a copy of them there.
-layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, Stream work,
-                                std::vector<Block>* staging) {
+// Where peers read `rows` from: in place if they lie in the heap as kernels load them, else a copy of them there. Those
+// of `own`, which no peer reads, are left out of a copy where this rank can read them as they are: then `*own_rows`.
+layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, RowRange own, Stream work,
+                                std::vector<Block>* staging, const void** own_rows) {
   layout::Place place;
   place.capacity = num_rows;
   if (num_rows == 0) return place;
@@ -35,9 +57,19 @@ layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, S
     place.offset = static_cast<std::int64_t>(offset);
     return place;
   }
+  const bool in_place =
+      own.count > 0 && rows.is_contiguous() && width % 16 == 0 && reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0;
+  if (in_place) *own_rows = rows.data;
+  if (in_place && own.count == num_rows) return place;
   const Block block = shared_block(width * static_cast<std::size_t>(num_rows), work, "combine");
   staging->push_back(block);
-  copy_rows(block.ptr, rows, width, num_rows, static_cast<cudaStream_t>(work));
+  const auto stream = static_cast<cudaStream_t>(work);
+  if (in_place) {
+    copy_range(block.ptr, rows, width, {0, own.first}, stream);
+    copy_range(block.ptr, rows, width, {own.first + own.count, num_rows - own.first - own.count}, stream);
+  } else {
+    copy_rows(block.ptr, rows, width, num_rows, stream);
+  }
   place.segment = block.segment;
   place.offset = static_cast<std::int64_t>(block.offset);
   return place;
@@ -53,8 +85,9 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
   std::vector<Block> staging;
   kernels::CombineArgs rows;
   try {
-    rows.start.place = stage(args.x, num_rows, streams.work(), &staging);
-    if (topk > 0) rows.start.weight_place = stage(args.topk_weights, num_rows, streams.work(), &staging);
+    rows.start.place = stage(args.x, num_rows, own_range(args.handle.meta, rank, num_ranks, num_rows), streams.work(),
+                             &staging, &rows.own_rows);
+    if (topk > 0) rows.start.weight_place = stage(args.topk_weights, num_rows, {}, streams.work(), &staging, nullptr);
     if (args.out.defined()) {
       result.combined_x.view = args.out;
     } else {

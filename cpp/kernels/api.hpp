@@ -146,6 +146,9 @@ struct CombineArgs {
   int num_sms = 0;
   bool use_vector_path = false;
   CallStart start;  // place: rows without gaps; weight_place: [N, topk]
+  // Where this rank itself reads its input, rows without gaps; null: at the place. Then the place need not hold the
+  // rows that this rank has sent to itself.
+  const void* own_rows = nullptr;
 };
 void combine(const DeviceDomain& domain, CombineArgs args, Stream stream);
 

@@ -250,7 +250,7 @@ class BufferBase:
 
     # ---- streams ----
     def get_comm_stream(self) -> CommStream | torch.cuda.ExternalStream:
-        """The stream of this Buffer's calls, of high priority and its own.
+        """The stream of this Buffer's asynchronous calls, of high priority and its own.
 
         On the CPU an object with a stream's methods that orders nothing.
         """

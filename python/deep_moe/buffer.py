@@ -39,9 +39,11 @@ class Buffer(LowLatencyCalls):
     A Buffer may be used from several threads; calls are serialised. Two Buffers are independent. In a process
     forked after it was made, a Buffer raises ForkedProcessError.
 
-    On a GPU, calls run on a stream of the Buffer's own (:meth:`get_comm_stream`): behind the work that the
-    current stream has at the time of the call, or behind ``previous_event``; and the current stream waits for
-    them, unless ``async_finish`` leaves that to the returned event. Ranks that are threads of one process
+    On a GPU, a call runs on the current stream, with its priority. With ``async_finish`` or
+    ``previous_event``, or captured into a graph, it runs on a stream of the Buffer's own
+    (:meth:`get_comm_stream`): behind the work that the current stream has at the time of the call, or behind
+    ``previous_event``; and the current stream waits for it, unless ``async_finish`` leaves that to the
+    returned event. Ranks that are threads of one process
     therefore need a current stream each (``with torch.cuda.stream(torch.cuda.Stream()):``): on one that they
     share, each would wait for the other's call.
 

@@ -36,8 +36,9 @@ struct BufferOptions {
   std::function<void()> interrupt_check;
 };
 
-// GPUs: calls run on the Buffer's own comm stream, behind the caller's current stream or behind `previous_event`, and
-// the current stream waits for them unless `async_finish` (then record an event on comm_stream() after the call).
+// GPUs: a call runs on the caller's current stream; with either of these, or captured, on the Buffer's own comm stream,
+// behind the current stream or behind `previous_event`, and the current stream waits for it unless `async_finish` (then
+// record an event on comm_stream() after the call).
 // Unused on the CPU, where a call is complete when it returns.
 struct StreamOptions {
   void* previous_event = nullptr;  // a cudaEvent_t

@@ -200,6 +200,8 @@ void check(const DeviceDomain& domain, const CombineArgs& args) {
   if (args.start.place.offset % 16 != 0)
     throw ArgumentError("start.place.offset is " + std::to_string(args.start.place.offset) +
                         "; allowed: multiples of 16");
+  if (reinterpret_cast<std::uintptr_t>(args.own_rows) % 16 != 0)
+    throw ArgumentError("own_rows must be 16-byte aligned");
   if (args.rank_prefix_matrix == nullptr || args.segment_bases == nullptr)
     throw ArgumentError("rank_prefix_matrix and segment_bases must not be null");
   if (args.num_tokens > 0 && (args.out == nullptr || args.send_position == nullptr))

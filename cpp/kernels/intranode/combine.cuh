@@ -56,7 +56,8 @@ __device__ __forceinline__ bool find_holder(const WaitScope& scope, const Combin
   const std::int32_t first_row = rank > 0 ? prefix[(rank - 1) * num_ranks + peer] : 0;
   *holder = Holder{nullptr, nullptr, first_row};
   if (prefix[rank * num_ranks + peer] == first_row) return true;  // none of ours
-  holder->x = place_address(scope, args.segment_bases, peer, record.place);
+  holder->x = peer == rank && args.own_rows != nullptr ? static_cast<const char*>(args.own_rows)
+                                                       : place_address(scope, args.segment_bases, peer, record.place);
   if (holder->x == nullptr || args.topk == 0) return holder->x != nullptr;
   holder->weights = reinterpret_cast<const float*>(place_address(scope, args.segment_bases, peer, record.weight_place));
   return holder->weights != nullptr;
