@@ -114,6 +114,25 @@ def test_heap_filled_until_growth_fails() -> None:
     check(large_program(), [good for *_, good in results])
 
 
+def job_own_rows(comm: Any, rank: int, _: Any) -> Any:
+    """Rows that a rank has sent to itself, and from an ordinary tensor back: how much heap the combine takes."""
+    buffer = deep_moe.Buffer(None, 96 * MIB, comm=comm, timeout=20)
+    x = torch.randn(2048, 2048, device=buffer.device).bfloat16()
+    idx = torch.full((2048, 1), rank, device=buffer.device)
+    rows, _, _, _, handle, _ = buffer.dispatch(x, topk_idx=idx, num_experts=comm.Get_size())
+    y = rows.clone()
+    before = buffer.memory_stats()["live_bytes"]
+    total, _, _ = buffer.combine(y, handle)
+    torch.cuda.current_stream().synchronize()
+    return torch.equal(total, x), buffer.memory_stats()["peak_bytes"] - before, total.nbytes
+
+
+def test_rows_of_its_own_are_not_copied_for_a_combine() -> None:
+    for ranks in (1, 2):
+        for equal, taken, out_bytes in World("thread", ranks).run(job_own_rows):
+            assert equal and taken < out_bytes + MIB, (taken, out_bytes)
+
+
 def job_capacity(comm: Any, rank: int, _: Any) -> Any:
     buffer = deep_moe.Buffer(None, 96 * MIB, comm=comm, timeout=20)
     before = buffer.memory_stats()["heap_bytes"]

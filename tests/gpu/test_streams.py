@@ -135,6 +135,36 @@ def test_calls_follow_and_lead_the_current_stream(world: World) -> None:
     check_exchange(given, world.run(job_current_stream, given))
 
 
+def job_busy_comm_stream(comm: Any, rank: int, given: Inputs) -> Any:
+    """A call that the current stream waits for runs there; one that is asynchronous, on the comm stream."""
+    buffer = deep_moe.Buffer(None, comm=comm)
+    comm_stream, current = buffer.get_comm_stream(), torch.cuda.current_stream()
+    x = on_gpu(given.x[rank])
+    handle = buffer.dispatch(x, **arguments(given, rank))[4]
+    current.synchronize()
+    comm.allgather(None)
+    with torch.cuda.stream(comm_stream):
+        torch.cuda._sleep(40 * LATE)
+    rows = buffer.dispatch(x, **arguments(given, rank))[0]
+    total = buffer.combine(rows * 2, handle)[0]
+    current.synchronize()
+    overtaken = not comm_stream.query()
+    again, *_, done = buffer.dispatch(x, handle=handle, async_finish=True)
+    assert done.event is not None
+    waits = not comm_stream.query()
+    done.current_stream_wait()
+    same = torch.equal(again, rows)
+    return rows, total, overtaken, waits, same, comm_stream.query()
+
+
+def test_calls_run_on_the_current_stream_unless_they_are_asynchronous() -> None:
+    for world in (World("thread", 2), World("process", 2)):
+        given = inputs(world.ranks)
+        results = world.run(job_busy_comm_stream, given)
+        check_exchange(given, [result[:2] for result in results])
+        assert [result[2:] for result in results] == [(True, True, True, True)] * world.ranks
+
+
 def job_layout_events(comm: Any, rank: int, given: Inputs) -> Any:
     """V1's three calls, each behind the event of the one before."""
     buffer = deep_moe.Buffer(None, comm=comm)
