@@ -252,7 +252,7 @@ class BufferBase:
     def get_comm_stream(self) -> CommStream | torch.cuda.ExternalStream:
         """The stream of this Buffer's asynchronous calls, of high priority and its own.
 
-        Work of yours that you put there is waited for by asynchronous calls; others run on the current stream.
+        Work that you put there is waited for by asynchronous calls; others run on the current stream.
         On the CPU an object with a stream's methods that orders nothing.
         """
         return CommStream() if self._comm_stream is None else self._comm_stream
