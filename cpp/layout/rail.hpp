@@ -117,10 +117,10 @@ class RailLayout {
   std::size_t offsets_[static_cast<int>(RailRegion::kCount)] = {};
 };
 
-// What a peer's record holds: its announcement, rows for the node and for each of its ranks, entries for its experts.
+// What a peer's record holds: its announcement, rows for the node and for every rank, entries for the node's experts.
 inline constexpr std::size_t rail_record_bytes(int num_nodes, int num_local_ranks) {
   const int num_ranks = num_nodes * num_local_ranks;
-  return sizeof(Announce) + 4 * static_cast<std::size_t>(num_local_ranks + 1) +
+  return sizeof(Announce) + 4 * static_cast<std::size_t>(num_ranks + 1) +
          4 * static_cast<std::size_t>(num_local_ranks) * static_cast<std::size_t>(expert_count_stride(num_ranks));
 }
 

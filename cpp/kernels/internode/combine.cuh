@@ -28,7 +28,7 @@ __device__ __forceinline__ bool find_holder(const WaitScope& scope, const RailDo
   const layout::Announce& record = announcement(scope, local);
   *holder = Holder{nullptr, nullptr};
   const Routes& routes = args.routes;
-  if (routes.rank_prefix_matrix[(domain.num_ranks() - 1) * domain.num_local_ranks() + local] == 0) return true;
+  if (total_rows(domain, routes, local) == 0) return true;
   holder->x = place_address(scope, routes.segment_bases, local, record.place);
   if (holder->x == nullptr || args.topk == 0) return holder->x != nullptr;
   holder->weights =
@@ -116,8 +116,9 @@ template <typename T, typename Network>
 __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
                           const CombineParams& params, const Holder* holders, std::int64_t token, SumList& list) {
   const CombineArgs& args = params.args;
-  const int num_ranks = domain.num_ranks(), own = domain.rank();
-  const std::int32_t* position = args.routes.position + token * (num_ranks + domain.num_nodes);
+  const int own = domain.rank();
+  const std::int32_t* position = args.routes.position + token * args.routes.position_stride;
+  const std::int32_t* node_position = args.routes.node_position + token * args.routes.node_stride;
   const auto ring_of = [&](int node) {
     return ring_call(domain, domain.state().received, node, args.routes.rows_out[node], params.rail_row.stride);
   };
@@ -136,7 +137,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
                    });
       continue;
     }
-    const std::int32_t at = position[num_ranks + node];
+    const std::int32_t at = node_position[node];
     if (at < 0) continue;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);
@@ -157,7 +158,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
   sum_rows<T>(params, list, num_rows, num_weights, static_cast<char*>(args.out) + token * args.out_stride,
               args.combined_topk_weights + token * args.topk);
   for (int node = 0; node < domain.num_nodes; ++node) {
-    const std::int32_t at = node == domain.own_node ? -1 : position[num_ranks + node];
+    const std::int32_t at = node == domain.own_node ? -1 : node_position[node];
     if (at < 0) continue;
     const RailPlace place = ring_of(node).place(domain.rail.shape(), at);
     if (counts_last(domain, node, place) && lane_id() == 0) give_credit(domain, network, node, place);

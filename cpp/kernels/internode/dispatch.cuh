@@ -63,13 +63,20 @@ struct RowView {
   }
 };
 
+// Of the prefix sums over sources, at a rank of this node: rows up to a source, and of all.
+__device__ __forceinline__ std::int32_t rows_up_to(const RailDomain& domain, const Routes& routes, int src, int local) {
+  return routes.rank_prefix_matrix[src * domain.num_ranks() + domain.rank_at(domain.own_node, local)];
+}
+__device__ __forceinline__ std::int32_t total_rows(const RailDomain& domain, const Routes& routes, int local) {
+  return rows_up_to(domain, routes, domain.num_ranks() - 1, local);
+}
+
 // From places to addresses, for one rank of this node. False: its segment has no address here.
 __device__ __forceinline__ bool aim(const WaitScope& scope, const RailDomain& domain, const DispatchParams& params,
                                     int local, Target* target) {
   const layout::Place& place = announcement(scope, local).place;
-  const int num_local_ranks = domain.num_local_ranks();
   *target = Target{};
-  target->total_rows = params.args.routes.rank_prefix_matrix[(domain.num_ranks() - 1) * num_local_ranks + local];
+  target->total_rows = total_rows(domain, params.args.routes, local);
   const bool hard = (place.flags & layout::kPlaceHard) != 0;
   target->block_rows = hard ? place.capacity : target->total_rows;
   target->column_scales = (place.flags & layout::kPlaceColumnScales) != 0;
@@ -94,7 +101,7 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const RailDomain& do
 // The final index of the first row of a source at a rank of this node.
 __device__ __forceinline__ std::int64_t first_index(const RailDomain& domain, const Routes& routes, int src,
                                                     int local) {
-  return src == 0 ? 0 : routes.rank_prefix_matrix[(src - 1) * domain.num_local_ranks() + local];
+  return src == 0 ? 0 : rows_up_to(domain, routes, src - 1, local);
 }
 
 // The whole warp: a row once from memory, to each of the destinations.
@@ -174,8 +181,9 @@ template <typename Network>
 __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
                            const DispatchParams& params, const Target* targets, std::int64_t token, WarpLists& lists) {
   const Routes& routes = params.args.routes;
-  const int num_ranks = domain.num_ranks(), own = domain.rank();
-  const std::int32_t* position = routes.position + token * (num_ranks + domain.num_nodes);
+  const int own = domain.rank();
+  const std::int32_t* position = routes.position + token * routes.position_stride;
+  const std::int32_t* node_position = routes.node_position + token * routes.node_stride;
   const auto ring_of = [&](int node) {
     return ring_call(domain, domain.state().sent, node, routes.rows_out[node], params.rail_row.stride);
   };
@@ -188,7 +196,7 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   // D2: each lane waits for the slot at one other node.
   bool ok = true;
   count = list_addresses(lists.destination, count, domain.num_nodes, [&](int node) -> char* {
-    const std::int32_t at = position[num_ranks + node];
+    const std::int32_t at = node_position[node];
     if (at < 0) return nullptr;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);
@@ -203,7 +211,7 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   for (int local = 0; local < domain.num_local_ranks(); ++local)
     if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
   for (int node = 0; node < domain.num_nodes; ++node) {
-    const std::int32_t at = position[num_ranks + node];
+    const std::int32_t at = node_position[node];
     if (at < 0) continue;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);

@@ -16,6 +16,14 @@ inline void check_domain(const RailDomain& domain) {
   check_range("slots of a ring", domain.rail.shape().num_slots, 1, layout::kMaxRingSlots);
 }
 
+// The ranks of a node, as bits.
+inline std::uint64_t ranks_of(const RailDomain& domain, int node) {
+  std::uint64_t ranks = 0;
+  for (int local = 0; local < domain.num_local_ranks(); ++local)
+    ranks |= std::uint64_t{1} << domain.rank_at(node, local);
+  return ranks;
+}
+
 inline void check_row(const RailDomain& domain, std::size_t stride) {
   if (stride > domain.rail.shape().slot_bytes)
     throw ArgumentError("a row takes " + std::to_string(stride) + " bytes between nodes; a slot has " +
