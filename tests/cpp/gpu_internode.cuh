@@ -234,9 +234,11 @@ class RailWorld {
  private:
   template <typename Fill>
   char** table(int r, int node, Fill fill) {
-    const int L = shape_.num_local_ranks;
-    std::vector<char*> bases(static_cast<std::size_t>(L) * layout::kMaxSegments, nullptr);
-    for (int local = 0; local < L; ++local) fill(shape_.rank_at(node, local), bases, local * layout::kMaxSegments);
+    std::vector<char*> bases(static_cast<std::size_t>(shape_.num_ranks()) * layout::kMaxSegments, nullptr);
+    for (int local = 0; local < shape_.num_local_ranks; ++local) {
+      const int mate = shape_.rank_at(node, local);
+      fill(mate, bases, mate * layout::kMaxSegments);
+    }
     char** at = reinterpret_cast<char**>(rows_.allocate(r, static_cast<std::int64_t>(bases.size() * sizeof(char*))));
     cuda(cudaMemcpy(at, bases.data(), bases.size() * sizeof(char*), cudaMemcpyDefault));
     return at;

@@ -17,8 +17,8 @@ struct MappedBlocks {
 // The ranks of a Buffer on N > 1 nodes of L ranks, as a kernel of one of them sees them.
 struct RailDomain {
   // The ranks of this node, by local index: words, waits and errors. Mapped words of the host are laid out for the
-  // group. In errors ranks from L on are peers: L + their node; what a call refused, a call that differs (both in phase
-  // kRelay) and too few rows name are ranks of the group.
+  // group. In waits a number from L on is L + a rank of the group. What a refused call and another call (both in phase
+  // kRelay), too few rows and unknown segments name is a rank of the group.
   DeviceDomain node;
   int num_nodes = 0;
   int own_node = 0;
@@ -28,6 +28,7 @@ struct RailDomain {
   char* workspaces[layout::kMaxKernelRanks] = {};         // rail words of each mate, by local index, as mapped here
   std::uint8_t rank_table[layout::kMaxKernelRanks] = {};  // [N][L] ranks of the group
 
+  DM_HOST_DEVICE int in_errors(int of_group) const { return node.num_ranks + of_group; }
   DM_HOST_DEVICE int num_local_ranks() const { return node.num_ranks; }
   DM_HOST_DEVICE int num_ranks() const { return num_nodes * node.num_ranks; }
   DM_HOST_DEVICE int rank_at(int of_node, int local) const { return rank_table[of_node * node.num_ranks + local]; }
@@ -78,7 +79,7 @@ struct Routes {
   const std::int32_t* rank_prefix_matrix = nullptr;
   const std::int32_t* rows_out = nullptr;
   const std::int32_t* rows_in_prefix = nullptr;
-  char* const* segment_bases = nullptr;  // [L, layout::kMaxSegments] where each mate's segments are mapped here
+  char* const* segment_bases = nullptr;  // [R, layout::kMaxSegments] where each rank's segments are mapped here
   int num_sms = 0;
 };
 

@@ -28,11 +28,12 @@ __device__ __forceinline__ bool find_holder(const WaitScope& scope, const RailDo
   const layout::Announce& record = announcement(scope, local);
   *holder = Holder{nullptr, nullptr};
   const Routes& routes = args.routes;
+  const int rank = domain.rank_at(domain.own_node, local);
   if (total_rows(domain, routes, local) == 0) return true;
-  holder->x = place_address(scope, routes.segment_bases, local, record.place);
+  holder->x = place_address(scope, routes.segment_bases, rank, record.place);
   if (holder->x == nullptr || args.topk == 0) return holder->x != nullptr;
   holder->weights =
-      reinterpret_cast<const float*>(place_address(scope, routes.segment_bases, local, record.weight_place));
+      reinterpret_cast<const float*>(place_address(scope, routes.segment_bases, rank, record.weight_place));
   return holder->weights != nullptr;
 }
 
@@ -143,7 +144,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
     const RailPlace place = call.place(domain.rail.shape(), at);
     bool there = true;
     if (lane_id() == 0)
-      there = wait_for_peer(scope, WaitPhase::kChunk, node, place.number,
+      there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, place.number,
                             [&] { return has_arrived(domain, network, node, place); });
     if (!from_first_lane(there)) return false;
     __syncwarp();

@@ -87,7 +87,7 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const RailDomain& do
     target->num_local_experts = experts.num_local_experts(rank);
   }
   if (target->block_rows == 0) return true;
-  char* base = place_address(scope, params.args.routes.segment_bases, local, place);
+  char* base = place_address(scope, params.args.routes.segment_bases, domain.rank_at(domain.own_node, local), place);
   if (base == nullptr) return false;
   const layout::RecvBlock block(params.format, target->block_rows);
   target->x = base + block.x;
@@ -200,9 +200,9 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
     if (at < 0) return nullptr;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);
-    ok = has_credit(domain, network, node, place) || wait_for_peer(scope, WaitPhase::kCredit, node, place.number, [&] {
-           return has_credit(domain, network, node, place);
-         });
+    ok = has_credit(domain, network, node, place) ||
+         wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
+                       [&] { return has_credit(domain, network, node, place); });
     return slot_row(domain, network.memory(), RailRegion::kSendSlots, node, call, place);
   });
   if (!__all_sync(0xffffffffu, ok)) return false;

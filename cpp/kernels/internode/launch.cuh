@@ -13,6 +13,8 @@ inline void check_domain(const RailDomain& domain) {
   check_range("domain.num_nodes", domain.num_nodes, 2, layout::kMaxNodes);
   check_range("domain.node.num_ranks", domain.node.num_ranks, 1, layout::kMaxKernelRanks);
   check_range("ranks and nodes together", domain.num_ranks() + domain.num_nodes, 3, layout::kMaxKernelRanks);
+  check_range("ranks and those of a node together", domain.num_ranks() + domain.num_local_ranks(), 3,
+              layout::kMaxKernelRanks);
   check_range("slots of a ring", domain.rail.shape().num_slots, 1, layout::kMaxRingSlots);
 }
 

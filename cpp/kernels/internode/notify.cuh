@@ -139,7 +139,8 @@ __device__ __forceinline__ bool pass_on_record(const WaitScope& scope, const Rai
   const std::size_t word = domain.rail.notify_word(scope.epoch, domain.own_node, node);
   bool there = true;
   if (lane_id() == 0)
-    there = wait_for_peer(scope, WaitPhase::kRecord, node, scope.epoch, [&] { return network.is(word, scope.epoch); });
+    there = wait_for_peer(scope, domain, WaitPhase::kRecord, node, scope.epoch,
+                          [&] { return network.is(word, scope.epoch); });
   if (!from_first_lane(there)) return false;
   __syncwarp();
   const Record record(domain,

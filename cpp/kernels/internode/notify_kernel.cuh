@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
   if (thread < domain.num_nodes && thread != domain.own_node && scope.epoch > layout::kAnnounceDepth / 2 &&
       before > state.reset_epoch) {
     const std::size_t word = domain.rail.notify_word(before, domain.own_node, thread);
-    ok = wait_for_peer(scope, WaitPhase::kRecord, thread, before, [&] { return network.is(word, before); });
+    ok = wait_for_peer(scope, domain, WaitPhase::kRecord, thread, before, [&] { return network.is(word, before); });
   }
   if (thread < num_local_ranks && scope.epoch > layout::kAnnounceDepth / 2 && before > state.reset_epoch) {
     const std::uint64_t* epoch =
@@ -160,13 +160,10 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads, 1)
   if (thread < num_ranks) {
     const layout::Announce& record = domain.words.relay(domain.workspaces[domain.node.rank], scope.epoch, thread);
     std::uint64_t seen;
-    // Relayed by the mate on the source's rail, whom a long wait is charged to.
-    int by = 0;
-    for (int i = 0; i < num_ranks; ++i)
-      if (domain.rank_table[i] == thread) by = i % num_local_ranks;
     const bool there = wait_until(
-        scope, WaitPhase::kRelay, by, scope.epoch, [&] { return ptx::ld_acquire_sys(&record.epoch); },
-        [&](std::uint64_t epoch) { return epoch == scope.epoch; }, &seen);
+        scope, WaitPhase::kRelay, domain.in_errors(thread), scope.epoch,
+        [&] { return ptx::ld_acquire_sys(&record.epoch); }, [&](std::uint64_t epoch) { return epoch == scope.epoch; },
+        &seen);
     const NotifyOutcome outcome = there ? compare_call(scope, thread, record, args.hash) : NotifyOutcome::kFailed;
     if (outcome != NotifyOutcome::kNone) atomicMax(&shared.trouble, static_cast<std::uint32_t>(outcome));
   }

@@ -44,11 +44,11 @@ __device__ __forceinline__ bool has_arrived(const RailDomain& domain, const Netw
 
 // One thread. False: the block must leave.
 template <typename Test>
-__device__ __forceinline__ bool wait_for_peer(const WaitScope& scope, WaitPhase phase, int node, std::uint64_t expected,
-                                              Test test) {
+__device__ __forceinline__ bool wait_for_peer(const WaitScope& scope, const RailDomain& domain, WaitPhase phase,
+                                              int node, std::uint64_t expected, Test test) {
   std::uint64_t seen;
   return wait_until(
-      scope, phase, scope.domain.num_ranks + node, expected, [&] { return std::uint64_t{test()}; },
+      scope, phase, domain.in_errors(domain.peer(node)), expected, [&] { return std::uint64_t{test()}; },
       [](std::uint64_t there) { return there != 0; }, &seen);
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ TakenChunk take_chunk(const WaitScope& scope, const R
     };
     std::uint64_t seen = next();
     if (seen == 0 && !wait_until(
-                         scope, phase, scope.domain.num_ranks + waits_for, 1, next,
+                         scope, phase, domain.in_errors(domain.peer(waits_for)), 1, next,
                          [](std::uint64_t got) { return got != 0; }, &seen))
       taken.node = -2;
   }
