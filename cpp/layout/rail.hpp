@@ -15,7 +15,7 @@ inline constexpr int kChunkRows = 8;
 // Few peers need deep rings to keep the network busy, many share it.
 DM_HOST_DEVICE constexpr int ring_slots(int num_nodes) {
   const int slots = num_nodes > 1 ? 128 / (num_nodes - 1) : 0;
-  return slots > 32 ? 32 : slots < 4 ? 4 : slots;
+  return slots > 64 ? 64 : slots < 4 ? 4 : slots;
 }
 
 // What an arrival or credit word says: chunk `number` (from 1 on) of its ring, in this generation. 0 is no chunk.

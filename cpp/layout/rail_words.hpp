@@ -10,15 +10,18 @@
 namespace deep_moe::layout {
 
 inline constexpr int kMaxNodes = 32;      // of the kernels; ranks and nodes together are at most kMaxKernelRanks
-inline constexpr int kMaxRingSlots = 32;  // ring_slots() gives no more
+inline constexpr int kMaxRingSlots = 64;  // ring_slots() gives no more
 
 // Of one rank, for its own launches.
 struct alignas(64) RailState {
   std::uint64_t next_token;       // handed out to warps; zero between calls
   std::uint64_t sent[kMaxNodes];  // chunks of earlier calls of the generation, by peer's node
   std::uint64_t received[kMaxNodes];
-  std::uint64_t taken[kMaxNodes];  // chunks of the call that a warp has taken, of the ring that rows or sums come from
-  std::uint64_t filled[kMaxNodes][kMaxRingSlots];  // rows of the chunk in each slot; zero between uses of the slot
+  std::uint64_t
+      taken[kMaxNodes];  // rows of the call that warps have taken, of the ring that rows come from or sums go to
+  // Rows of the chunk in each slot, of those that go out and of those that have come; zero between uses of the slot.
+  std::uint64_t filled[kMaxNodes][kMaxRingSlots];
+  std::uint64_t read[kMaxNodes][kMaxRingSlots];
 };
 
 // What a rank knows of a source's call is an Announce, relayed by the mate on the source's rail. Counts follow it: rows

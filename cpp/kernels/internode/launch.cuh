@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/internode/network.cuh"
+#include "kernels/internode/tuning.hpp"
 #include "kernels/intranode/launch.hpp"
 
 namespace deep_moe::kernels::internode {
@@ -24,6 +25,12 @@ inline std::uint64_t ranks_of(const RailDomain& domain, int node) {
   for (int local = 0; local < domain.num_local_ranks(); ++local)
     ranks |= std::uint64_t{1} << domain.rank_at(node, local);
   return ranks;
+}
+
+// Blocks of a row call: every ring has a warp.
+inline int num_blocks(const RailDomain& domain, int num_sms) {
+  constexpr int kRingWarps = RailTuning::kWarps / 2;
+  return std::max(num_sms, (domain.num_nodes - 1 + kRingWarps - 1) / kRingWarps);
 }
 
 inline void check_row(const RailDomain& domain, std::size_t stride) {
