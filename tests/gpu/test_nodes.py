@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe import reference
+from deep_moe import _network, reference
 
 from ..cpu import test_nodes as on_cpus
 from ..cpu import test_nodes_life as life
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.gpus(1)
 
 THREADS = "gpu thread"
 FOUR = Gpu("thread", 4)
+NVSHMEM = Gpu("process", 2, (("DEEP_MOE_NETWORK", "nvshmem"),))
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -45,6 +46,14 @@ def test_high_throughput(case: Case, world: World) -> None:
 def test_high_throughput_between_processes(case: Case, world: World) -> None:
     case = world.case(case)
     run(world.program(high_throughput(case)), case.ranks, "gpu process")
+
+
+@pytest.mark.skipif(bool(_network.status()["problem"]), reason=_network.status()["problem"])
+@pytest.mark.parametrize("case", HIGH_THROUGHPUT[::10], ids=str)
+def test_over_nvshmem(case: Case) -> None:
+    """Buffers one after the other, which take the same memory of NVSHMEM."""
+    world = World(2, 1)
+    NVSHMEM.run_program(world.program(high_throughput(world.case(case))))
 
 
 @pytest.mark.parametrize("world", [SQUARE], ids=str)
