@@ -17,6 +17,7 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   world.device = options.device;
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
   if (options.use_fabric) world.memory = MemoryKind::kFabric;
+  world.network_bytes = static_cast<std::size_t>(options.num_rdma_bytes);
   world.timeout_seconds = options.timeout_seconds;
   world.interrupt_check = [this] {
     if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();
@@ -27,6 +28,10 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   check_ids_ = check != nullptr && std::strcmp(check, "1") == 0;
   world_ = make_device_world(bootstrap, world);
   comm_stream_ = world_->comm_stream();
+  if (const Nodes* nodes = world_->nodes()) {
+    num_nodes = nodes->topology().num_nodes();
+    node = nodes->topology().node_of(rank);
+  }
   most_blocks_ = world_->most_blocks();
   const OnDevice on_device(world_->device());
   order_ = std::make_unique<CallOrder>();
@@ -73,23 +78,35 @@ void* CudaBuffer::comm_stream() const {
 void CudaBuffer::take_kernel_error() {
   using layout::KernelErrorKind;
   if (late_error_) std::rethrow_exception(std::exchange(late_error_, nullptr));
-  const auto record = [&](bool failure) -> layout::ErrorRecord& {
-    return world_->domain().host_words.error(world_->host_words(), failure);
+  // Between nodes, high-throughput calls have words of their own.
+  struct Source {
+    const kernels::DeviceDomain& domain;
+    char* host;
+    bool between_nodes;
   };
-  const auto kind_of = [&](bool failure) {
+  const Nodes* const nodes = world_->nodes();
+  const Source of_ranks{world_->domain(), world_->host_words(), false};
+  const Source of_rows{rows_domain(), rows_host_words(), nodes != nullptr};
+  const auto record = [&](const Source& source, bool failure) -> layout::ErrorRecord& {
+    return source.domain.host_words.error(source.host, failure);
+  };
+  const auto kind_of = [&](const Source& source, bool failure) {
     return static_cast<KernelErrorKind>(
-        std::atomic_ref<std::uint32_t>(record(failure).kind).load(std::memory_order_acquire));
+        std::atomic_ref<std::uint32_t>(record(source, failure).kind).load(std::memory_order_acquire));
   };
   // What does not fail the Buffer first: it may be why a peer did not come. The next call finds the failure.
-  const bool failure = kind_of(false) == KernelErrorKind::kNone;
-  const KernelErrorKind kind = kind_of(failure);
+  const bool failure =
+      kind_of(of_rows, false) == KernelErrorKind::kNone && kind_of(of_ranks, false) == KernelErrorKind::kNone;
+  const Source& source = kind_of(of_rows, failure) != KernelErrorKind::kNone ? of_rows : of_ranks;
+  const KernelErrorKind kind = kind_of(source, failure);
   if (kind == KernelErrorKind::kNone) return;
-  const layout::ErrorRecord seen = record(failure);
-  const std::string me = "rank " + std::to_string(seen.rank), peer = "rank " + std::to_string(seen.peer),
+  const layout::ErrorRecord seen = record(source, failure);
+  const int blamed = source.between_nodes ? nodes->blamed(seen) : seen.peer;
+  const std::string me = "rank " + std::to_string(rank), peer = "rank " + std::to_string(blamed),
                     call = " (call " + std::to_string(seen.epoch) + ")",
                     phase = layout::wait_phase_name(static_cast<layout::WaitPhase>(seen.phase));
   if (!failure) order_->note_comm_work();
-  if (!failure) kernels::clear_error(world_->domain(), world_->host_words(), comm_stream_, false);
+  if (!failure) kernels::clear_error(source.domain, source.host, comm_stream_, false);
   try {
     switch (kind) {
       case KernelErrorKind::kTimeout:
@@ -98,7 +115,7 @@ void CudaBuffer::take_kernel_error() {
                            std::to_string(seen.seen));
       case KernelErrorKind::kPeerLost: {
         std::string how = "is gone";
-        world_->peer_gone(seen.peer, &how);
+        world_->peer_gone(blamed, &how);
         throw PeerLostError(peer + " " + how + " while " + me + " waited for it in " + phase + call);
       }
       case KernelErrorKind::kUnknownSegment:
@@ -124,6 +141,10 @@ void CudaBuffer::take_kernel_error() {
 void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std::string& reason) {
   low_latency_->before_other_call(comm_stream_);
   order_->note_comm_work();
+  using layout::CallKind;
+  const auto kind = static_cast<CallKind>(signature.kind);
+  const bool low_latency = kind == CallKind::kLowLatencyDispatch || kind == CallKind::kLowLatencyCombine;
+  if (world_->nodes() != nullptr && !low_latency) return refuse_between(signature, reason, comm_stream_);
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 
@@ -157,7 +178,7 @@ DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
               std::pair("num_tokens_per_expert", &args.num_tokens_per_expert)})
           check_device(name, *view, world_->device());
         check_unmasked("dispatch");
-        validate(args, num_ranks, false);
+        validate(args, num_ranks, false, num_nodes);
         if (args.handle == nullptr && args.num_worst_tokens == 0 && is_captured())
           throw_value("num_worst_tokens", "0 while the stream is captured into a graph",
                       "the number of rows of the results: a graph tells the host no counts");
@@ -176,9 +197,17 @@ CombineResult CudaBuffer::combine(const CombineArgs& args) {
               std::pair("bias", &args.bias1), std::pair("out", &args.out)})
           check_device(name, *view, world_->device());
         check_unmasked("combine");
-        validate(args, num_ranks);
+        validate(args, num_ranks, num_nodes);
       },
       [&] { return combine_rows(call, args); });
+}
+
+const kernels::DeviceDomain& CudaBuffer::rows_domain() const {
+  return world_->nodes() != nullptr ? world_->nodes()->domain() : world_->domain();
+}
+
+char* CudaBuffer::rows_host_words() const {
+  return world_->nodes() != nullptr ? world_->nodes()->host_words() : world_->host_words();
 }
 
 Tensor CudaBuffer::device_tensor(DType dtype, const std::vector<std::int64_t>& shape, Stream first_user, Stream user) {
@@ -226,6 +255,11 @@ LayoutResult CudaBuffer::get_dispatch_layout(const TensorView& topk_idx, std::in
   args.num_tokens_per_expert = result.num_tokens_per_expert.as<std::int32_t>();
   args.is_token_in_rank = result.is_token_in_rank.as<bool>();
   kernels::get_dispatch_layout(world_->domain(), args, joined.work());
+  if (const Nodes* nodes = world_->nodes()) {
+    result.num_tokens_per_rdma_rank = device_tensor(DType::kInt32, {num_nodes}, joined.work(), joined.caller());
+    nodes->count_nodes(args.is_token_in_rank, topk_idx.shape[0], result.num_tokens_per_rdma_rank.as<std::int32_t>(),
+                       joined.work());
+  }
   joined.finish();
   return result;
 }

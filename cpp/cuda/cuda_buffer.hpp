@@ -16,6 +16,7 @@
 #include "cuda/cuda_low_latency.hpp"
 #include "cuda/device_world.hpp"
 #include "cuda/spill.hpp"
+#include "layout/rows.hpp"
 #include "runtime/buffer_impl.hpp"
 #include "runtime/call_gate.hpp"
 
@@ -99,6 +100,18 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   DispatchResult hand_out(const DispatchArgs& args, RowMovement* move);
   void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts, const StreamOptions& streams) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
+  // Ranks on several nodes (cuda_nodes_calls.cc).
+  void check_rail_row(const char* call, const layout::RowFormat& format) const;
+  void make_rail_handle(RowMovement* move);
+  void make_forward_map(std::int64_t num_rows, RowMovement* move);
+  void notify_nodes(const kernels::NotifyArgs& args, RowMovement* move);
+  void move_rows_between(const kernels::DispatchArgs& args, RowMovement* move);
+  void start_between(const kernels::CallStart& start, Stream stream);
+  void combine_between(const CombineArgs& args, const kernels::CombineArgs& rows, Stream stream);
+  void refuse_between(const layout::CallSignature& signature, const std::string& reason, Stream stream);
+  // Of the high-throughput mode: the domain whose kernels make its calls, and its mapped words as the host sees them.
+  const kernels::DeviceDomain& rows_domain() const;
+  char* rows_host_words() const;
   Block shared_block(std::size_t bytes, Stream first_user, const char* call);
   layout::Place stage(const TensorView& rows, std::int64_t num_rows, RowRange own, Stream work,
                       std::vector<Block>* staging, const void** own_rows);

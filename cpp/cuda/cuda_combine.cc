@@ -85,8 +85,12 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
   std::vector<Block> staging;
   kernels::CombineArgs rows;
   try {
-    rows.start.place = stage(args.x, num_rows, own_range(args.handle.meta, rank, num_ranks, num_rows), streams.work(),
-                             &staging, &rows.own_rows);
+    if (const Nodes* nodes = world_->nodes())
+      nodes->check_row("combine", layout::RailRow(static_cast<std::size_t>(hidden * item), 0, 0,
+                                                  4 * static_cast<std::size_t>(topk), 0));
+    const RowRange own =
+        world_->nodes() != nullptr ? RowRange{} : own_range(args.handle.meta, rank, num_ranks, num_rows);
+    rows.start.place = stage(args.x, num_rows, own, streams.work(), &staging, &rows.own_rows);
     if (topk > 0) rows.start.weight_place = stage(args.topk_weights, num_rows, {}, streams.work(), &staging, nullptr);
     if (args.out.defined()) {
       result.combined_x.view = args.out;
@@ -121,7 +125,11 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
   rows.topk = static_cast<int>(topk);
   rows.combined_topk_weights = topk > 0 ? result.combined_topk_weights.as<float>() : nullptr;
   rows.num_sms = num_blocks(args.num_sms);
-  kernels::combine(world_->domain(), rows, streams.work());
+  if (world_->nodes() != nullptr) {
+    combine_between(args, rows, streams.work());
+  } else {
+    kernels::combine(world_->domain(), rows, streams.work());
+  }
   // Dropped behind the kernel, which ends when no peer reads them any more.
   for (const Block& block : staging) world_->heap().own(block, streams.work()).reset();
   streams.finish();

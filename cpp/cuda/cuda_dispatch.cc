@@ -92,6 +92,10 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
     move->worst_rows = meta[layout::kMetaNumRecv] != meta[layout::kMetaNumArrived] ? meta[layout::kMetaNumRecv] : 0;
     move->handle.send_index.view = args.handle->send_index;
     move->handle.rank_prefix_matrix.view = args.handle->rank_prefix_matrix;
+    move->handle.send_rdma_index.view = args.handle->send_rdma_index;
+    move->handle.recv_rdma_rank_prefix_sum.view = args.handle->recv_rdma_rank_prefix_sum;
+    move->handle.send_nvl_index.view = args.handle->send_nvl_index;
+    if (num_nodes > 1) check_rail_row("dispatch", move->format);
     return;
   }
   move->num_experts = args.topk_idx.defined() ? args.num_experts : args.num_tokens_per_expert.shape[0];
@@ -100,6 +104,12 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
     move->format.idx_bytes = static_cast<std::int64_t>(dtype_bytes(args.topk_idx.dtype));
   }
   move->format.weight_bytes = args.topk_weights.defined() ? 4 : 0;
+  const std::int64_t known_rows = move->worst_rows > 0 ? 0 : num_ranks;
+  move->handle.meta = make_host_tensor(DType::kInt64, {layout::kDispatchMetaSize + known_rows + (num_nodes > 1)});
+  if (num_nodes > 1) {
+    check_rail_row("dispatch", move->format);
+    return make_rail_handle(move);
+  }
   const Stream user = move->streams.caller();
   // One block, for they live and die together.
   const std::size_t cells = static_cast<std::size_t>(move->num_tokens) * static_cast<std::size_t>(num_ranks);
@@ -117,8 +127,6 @@ void CudaBuffer::prepare_route(const DispatchArgs& args, RowMovement* move) {
   move->handle.rank_prefix_matrix = part(0, DType::kInt32, num_ranks);
   move->handle.send_index = part(send_index, DType::kInt32, move->num_tokens);
   move->handle.is_token_in_rank = part(in_rank, DType::kBool, move->num_tokens);
-  const std::int64_t known_rows = move->worst_rows > 0 ? 0 : num_ranks;
-  move->handle.meta = make_host_tensor(DType::kInt64, {layout::kDispatchMetaSize + known_rows});
 }
 
 void CudaBuffer::offer_block(RowMovement* move) {
@@ -204,6 +212,13 @@ void CudaBuffer::launch_notified(const DispatchArgs& args, RowMovement* move) {
   notify.send_position = move->handle.send_index.as<std::int32_t>();
   notify.is_token_in_rank = move->handle.is_token_in_rank.as<bool>();
   notify.rank_prefix_matrix = move->handle.rank_prefix_matrix.as<std::int32_t>();
+  if (const Nodes* nodes = world_->nodes()) {
+    notify_nodes(notify, move);
+    if (move->worst_rows == 0) return;
+    // Each row that this rank forwards is received by a rank of its node.
+    make_forward_map(move->worst_rows * nodes->topology().num_local_ranks(), move);
+    return move_rows_between(rows, move);
+  }
   kernels::notify(world_->domain(), notify, move->streams.work());
   kernels::dispatch(world_->domain(), rows, move->streams.work());
 }
@@ -214,13 +229,17 @@ void CudaBuffer::launch_placed(const DispatchArgs& args, RowMovement* move) {
   rows.cached = true;
   rows.start.signature = signature(args);
   rows.start.place = move->place;
+  if (world_->nodes() != nullptr) {
+    start_between(rows.start, move->streams.work());
+    return move_rows_between(rows, move);
+  }
   kernels::dispatch(world_->domain(), rows, move->streams.work());
 }
 
 // The host's half of notify: counts from mapped memory, while rows already move.
 void CudaBuffer::read_counts(const DispatchArgs& args, RowMovement* move) {
-  const layout::HostLayout& words = world_->domain().host_words;
-  char* const host = world_->host_words();
+  const layout::HostLayout& words = rows_domain().host_words;
+  char* const host = rows_host_words();
   const auto has_tag = [&](std::uint64_t& word) { return layout::has_tag(load(word), move->sequence); };
   const auto started = [&] { return has_tag(words.started(host)); };
   world_->wait_for_kernel("dispatch/notify", move->streams.work(), started,
@@ -250,6 +269,12 @@ void CudaBuffer::read_counts(const DispatchArgs& args, RowMovement* move) {
   for (int expert = 0; expert < blocks.num_local_experts(rank); ++expert) {
     const std::int64_t rows = read(words.expert_rows(host)[expert]), alignment = args.expert_alignment;
     move->expert_rows.push_back((rows + alignment - 1) / alignment * alignment);
+  }
+  if (world_->nodes() != nullptr) {
+    std::int64_t rows_in = 0;
+    for (int other = 0; other < num_nodes; ++other) rows_in += read(words.node_rows(host)[other]);
+    make_forward_map(rows_in, move);
+    if (outcome == NotifyOutcome::kRowsFit) move_rows_between(row_arguments(args, *move), move);
   }
   if (outcome == NotifyOutcome::kTooSmall) grow_and_move(args, move);
 }
@@ -312,8 +337,9 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   meta[layout::kMetaTopk] = move->format.topk;
   meta[layout::kMetaNumRanks] = num_ranks;
   meta[layout::kMetaHash] = static_cast<std::int64_t>(move->hash | 1);
-  meta[layout::kMetaNumNodes] = 0;
+  meta[layout::kMetaNumNodes] = num_nodes > 1 ? num_nodes : 0;
   std::copy(move->source_rows.begin(), move->source_rows.end(), meta + layout::kDispatchMetaSize);
+  if (num_nodes > 1) meta[move->handle.meta.view.shape[0] - 1] = move->handle.send_nvl_index.view.shape[0];
   move->handle.recv_src_idx = std::move(src_idx);
   result.handle = std::move(move->handle);
   return result;

@@ -38,6 +38,13 @@ void CudaBuffer::grow_and_move(const DispatchArgs& args, RowMovement* move) {
         whole ? move->arrived : RecvBlock::capacity(move->format, static_cast<std::int64_t>(move->block.bytes));
   }
   const std::int64_t num_waves = growth.everywhere ? 1 : count_waves(move, reason);
+  if (num_waves > 1 && world_->nodes() != nullptr) {
+    free_block(move);
+    throw BufferTooSmallError(
+        "dispatch: rows do not fit the heap of some rank, which cannot grow (raise num_nvl_bytes or "
+        "DEEP_MOE_MAX_HEAP_BYTES, or free received tensors), and between nodes GPUs take no rows in waves yet: " +
+        (reason.empty() ? "this rank has room" : reason));
+  }
   if (num_waves == 1) {
     launch_placed(args, move);
   } else {

@@ -176,6 +176,9 @@ void DeviceWorld::tell_kernels_of_loss(int peer) {
 void DeviceWorld::send_lost_peers() {
   word_mirror_[kMirrorLost] = lost_peers_;
   copy_to_device(&domain_.words.state(workspace_->base()).lost_peers, &word_mirror_[kMirrorLost], sizeof(lost_peers_));
+  if (!nodes_ || nodes_->host_words() == nullptr) return;
+  word_mirror_[kMirrorNodesLost] = nodes_->lost_bits(lost_peers_);
+  copy_to_device(&nodes_->state().lost_peers, &word_mirror_[kMirrorNodesLost], sizeof(lost_peers_));
 }
 
 void DeviceWorld::copy_to_device(void* device, const void* mirror, std::size_t bytes) {
@@ -363,7 +366,8 @@ void DeviceWorld::release() noexcept {
   const OnDevice on_device = OnDevice::quiet(device_);
   if (!on_device) return;
   // Kernels of this rank may still read and write all of it.
-  std::vector<std::shared_ptr<void>> things{workspace_, words_, comm_stream_, copy_stream_};
+  std::vector<std::shared_ptr<void>> things{workspace_, nodes_memory_, network_lease_,
+                                            words_,     comm_stream_,  copy_stream_};
   for (Peer& peer : peers_) things.insert(things.end(), peer.segments.begin(), peer.segments.end());
   if (device_heap_) device_heap_->keep_for_graphs(things);
   const auto pool = std::make_shared<EventPool>(device_);

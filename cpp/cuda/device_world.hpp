@@ -17,6 +17,7 @@
 #include <deep_moe/bootstrap.hpp>
 
 #include "cuda/attendant.hpp"
+#include "cuda/cuda_nodes.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device_heap.hpp"
 #include "cuda/device_segment.hpp"
@@ -31,6 +32,7 @@ struct DeviceWorldOptions {
   std::size_t heap_bytes = 0;                                            // starting capacity
   std::size_t max_heap_bytes = std::numeric_limits<std::size_t>::max();  // besides DEEP_MOE_MAX_HEAP_BYTES
   MemoryKind memory = MemoryKind::kAuto;   // kAuto: what DEEP_MOE_DEVICE_MEMORY names (auto, fd, fabric, ipc)
+  std::size_t network_bytes = 0;           // between nodes: for the rings; the largest of any rank counts
   double timeout_seconds = 100.0;          // of every wait, kernels' and the host's
   std::function<void()> interrupt_check;   // about every 50 ms of a wait; may throw
   std::function<Stream()> current_stream;  // the calling thread's current stream of the device, for deleters
@@ -57,6 +59,7 @@ class DeviceWorld {
   MemoryKind memory_kind() const { return workspace_->kind(); }  // of what this rank shares
   Stream comm_stream() const;                                    // private, high priority
   const kernels::DeviceDomain& domain() const { return domain_; }
+  const Nodes* nodes() const { return nodes_.get(); }  // null on one node
   char* host_words() const { return words_->host(); }  // domain().host as the host sees it
   DeviceHeap& heap() { return *device_heap_; }
 
@@ -140,6 +143,8 @@ class DeviceWorld {
   };
 
   void connect(const Bootstrap& bootstrap);
+  void share_nodes_memory();
+  void connect_nodes(const Bootstrap& bootstrap, const std::vector<std::uint64_t>& processes);
   void announce_segment(int id, const std::shared_ptr<Segment>& segment);
   void send_all(std::uint32_t kind, int id, std::uint64_t value, const std::string& text);
   void take_messages();
@@ -169,6 +174,9 @@ class DeviceWorld {
   std::shared_ptr<DeviceHeap> device_heap_;
   std::unique_ptr<ControlChannel> channel_;
   kernels::DeviceDomain domain_;
+  std::unique_ptr<Nodes> nodes_;
+  std::shared_ptr<DeviceSegment> nodes_memory_;
+  std::shared_ptr<void> network_lease_;
 
   std::recursive_mutex mutex_;  // of what messages change
   std::vector<Peer> peers_;
@@ -178,6 +186,7 @@ class DeviceWorld {
   std::uint64_t generation_ = 0, cleared_generation_ = 0;  // resets done, and this rank's part of them
   Peer::Reset reset_to_;                                   // where this rank wants to go
   int num_segments_ = 0;                                   // numbers taken, the workspace's included
+  std::size_t nodes_words_at_ = 0;                         // host words of the node, in words_
   char** table_ = nullptr;                                 // device
   char** table_mirror_ = nullptr;
   std::uint64_t* word_mirror_ = nullptr;  // pinned: lost peers, 1, the epoch read from the device

@@ -153,14 +153,19 @@ void DeviceWorld::reset() {
   if (cleared_generation_ <= generation_) {  // else no kernel has run since the state is new
     word_mirror_[kMirrorOne] = 1;
     copy_to_device(&state.failed, &word_mirror_[kMirrorOne], sizeof(state.failed));  // kernels leave
+    if (nodes_) copy_to_device(&nodes_->state().failed, &word_mirror_[kMirrorOne], sizeof(state.failed));
     wait_copied();
+    if (nodes_) nodes_->quiet(comm_stream());
     wait_idle("reset: this rank's kernels");
   }
   if (reset_to_.generation <= generation_) {
+    word_mirror_[kMirrorNodesEpoch] = 0;
     copy_from_device(&word_mirror_[kMirrorEpoch], &state.epoch, sizeof(state.epoch));
+    if (nodes_) copy_from_device(&word_mirror_[kMirrorNodesEpoch], &nodes_->state().epoch, sizeof(state.epoch));
     wait_copied();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    reset_to_ = {generation_ + 1, layout::epoch_of(word_mirror_[kMirrorEpoch]), round_};
+    const std::uint64_t epoch = std::max(layout::epoch_of(word_mirror_[kMirrorEpoch]), word_mirror_[kMirrorNodesEpoch]);
+    reset_to_ = {generation_ + 1, epoch, round_};
   }
   agree_on_reset();
   Peer::Reset target = reset_to_;
@@ -176,6 +181,7 @@ void DeviceWorld::reset() {
     // Further than any rank can have started calls.
     kernels::reset_state(domain_, target.epoch + 2 * layout::kAnnounceDepth, comm_stream());
     kernels::clear_error(domain_, host_words(), comm_stream());
+    if (nodes_) nodes_->restart(target.generation + 1, target.epoch + 2 * layout::kAnnounceDepth, comm_stream());
     wait_idle("reset: the new state");
     {
       const std::lock_guard<std::recursive_mutex> lock(mutex_);

@@ -8,6 +8,7 @@
 
 #include <deep_moe/error.hpp>
 
+#include "cuda/cuda_nodes_nvshmem.hpp"
 #include "cuda/device_world.hpp"
 #include "cuda/device_world_messages.hpp"
 #include "cuda/driver.hpp"
@@ -20,7 +21,7 @@
 namespace deep_moe::cuda {
 namespace {
 
-constexpr std::uint32_t kProtocolVersion = 2;
+constexpr std::uint32_t kProtocolVersion = 3;
 constexpr double kForever = 1e9;  // seconds; clocks count nanoseconds in 64 bits
 
 // What ranks tell each other first.
@@ -31,6 +32,8 @@ struct Hello {
   std::uint64_t process;  // equal for ranks that are threads of one process
   std::uint64_t machine;  // equal for ranks of one boot of one machine
   Placement placement;
+  std::uint64_t network_bytes;
+  NetworkKind network;
   std::array<char, 16> device;
   char socket_name[96];
   std::uint32_t num_reason_bytes;
@@ -128,6 +131,8 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   try {
     check_options(bootstrap, options_);
     hello.placement = placement_here();
+    hello.network_bytes = options_.network_bytes;
+    hello.network = network_kind_here();
     options_.max_heap_bytes = std::min(options_.max_heap_bytes, max_heap_bytes());
     if (const char* kind = std::getenv("DEEP_MOE_DEVICE_MEMORY");
         kind != nullptr && *kind != '\0' && options_.memory == MemoryKind::kAuto)
@@ -142,7 +147,8 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     copy_stream_ = std::make_shared<OwnStream>(device_, true);
     const std::size_t announce_at =
         layout::align_up(mirror_at + table_bytes + sizeof(std::uint64_t) * kNumMirrorWords, layout::kAlign);
-    words_ = std::make_shared<MappedWords>(device_, announce_at + sizeof(layout::Announce));
+    nodes_words_at_ = layout::align_up(announce_at + sizeof(layout::Announce), layout::kAlign);
+    words_ = std::make_shared<MappedWords>(device_, nodes_words_at_ + layout::host_words_bytes(num_ranks_));
     workspace_ = DeviceSegment::create(device_, table_at + table_bytes, options_.memory);
     table_ = reinterpret_cast<char**>(workspace_->base() + table_at);
     table_mirror_ = reinterpret_cast<char**>(words_->host() + mirror_at);
@@ -163,15 +169,28 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::vector<bool> wanted;
   std::uint64_t group_uid = 0;
   std::vector<Placement> placements;
+  std::vector<std::uint64_t> processes;
   for (int peer = 0; peer < num_ranks_; ++peer) {
     throw_failure(peer, all[peer]);
     placements.push_back(all[peer].placement);
+    processes.push_back(all[peer].process);
   }
   if (const Topology topology(placements); topology.num_nodes() > 1) {
-    network_plugin();
-    throw UnavailableError("the ranks are on " + std::to_string(topology.num_nodes()) +
-                           " nodes, and this version has no Buffer for GPUs of several nodes yet, only its kernels; "
-                           "use the ranks of one node, or device='cpu' on one machine");
+    std::size_t network_bytes = 0;
+    for (int peer = 0; peer < num_ranks_; ++peer) {
+      network_bytes = std::max<std::size_t>(network_bytes, all[peer].network_bytes);
+      if (all[peer].network != hello.network)
+        throw ArgumentError("DEEP_MOE_NETWORK has to be the same on all ranks: rank " + std::to_string(rank_) +
+                            " and " + std::to_string(peer) + " differ");
+      if (all[peer].machine == hello.machine) continue;
+      network_plugin();  // what is missing here comes first
+      throw UnavailableError("rank " + std::to_string(peer) + " is on another machine than rank " +
+                             std::to_string(rank_) +
+                             ": this version has GPU Buffers on several nodes of one machine alone "
+                             "(DEEP_MOE_LOCAL_RANKS)");
+    }
+    const OnDevice on_device(device_);
+    nodes_ = std::make_unique<Nodes>(topology, rank_, network_bytes, hello.network);
   }
   for (int peer = 0; peer < num_ranks_; ++peer) {
     const Hello& theirs = all[peer];
@@ -214,6 +233,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     };
     device_heap_ = std::make_shared<DeviceHeap>(heap_, comm_stream_, options_.current_stream, has_failed);
     heap_->append_foreign(workspace_);
+    if (nodes_) share_nodes_memory();
     std::string reason;
     if (options_.heap_bytes > 0 && !heap_->grow(options_.heap_bytes, &reason))
       throw BufferTooSmallError("num_nvl_bytes=" + std::to_string(options_.heap_bytes) + ": " + reason);
@@ -236,7 +256,31 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     domain_.workspaces[peer] = peer == rank_ ? workspace_->base() : peers_[peer].segments.at(0)->base();
   domain_.host = words_->device();
   domain_.timeout_ns = static_cast<std::uint64_t>(options_.timeout_seconds * 1e9);
+  if (nodes_) connect_nodes(bootstrap, processes);
   if (num_ranks_ > 1) attendant_ = std::make_unique<Attendant>(*channel_, [this] { attend(); });
+}
+
+// Segment 1.
+void DeviceWorld::share_nodes_memory() {
+  nodes_memory_ = DeviceSegment::create(device_, nodes_->shared_bytes(), options_.memory);
+  const OnDevice on_device(device_);
+  check(driver().cuMemsetD8Async(to_device(nodes_memory_->base()), 0, nodes_memory_->bytes(),
+                                 static_cast<CUstream>(copy_stream_->get())),
+        "cuMemsetD8Async");  // waited for with the entry of the table
+  heap_->append_foreign(nodes_memory_);
+}
+
+void DeviceWorld::connect_nodes(const Bootstrap& bootstrap, const std::vector<std::uint64_t>& processes) {
+  const OnDevice on_device(device_);
+  SymmetricBlock block;
+  if (nodes_->kind() == NetworkKind::kNvshmem)
+    block = take_symmetric_block(bootstrap, processes, nodes_->network_bytes(), copy_stream_->get());
+  network_lease_ = block.lease;
+  std::vector<char*> shared;
+  for (int peer = 0; peer < num_ranks_; ++peer)
+    shared.push_back(peer == rank_ ? nodes_memory_->base() : peers_[peer].segments.at(1)->base());
+  nodes_->connect(shared, {words_->host() + nodes_words_at_, words_->device() + nodes_words_at_}, domain_.timeout_ns,
+                  block.memory);
 }
 
 }  // namespace deep_moe::cuda

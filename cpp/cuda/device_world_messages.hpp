@@ -17,6 +17,13 @@ enum MessageKind : std::uint32_t {
 };
 
 // Indices of the pinned words.
-enum MirrorWord : int { kMirrorLost = 0, kMirrorOne, kMirrorEpoch, kNumMirrorWords };
+enum MirrorWord : int {
+  kMirrorLost = 0,
+  kMirrorNodesLost,
+  kMirrorOne,
+  kMirrorEpoch,
+  kMirrorNodesEpoch,
+  kNumMirrorWords
+};
 
 }  // namespace deep_moe::cuda

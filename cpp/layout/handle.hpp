@@ -17,7 +17,8 @@ enum DispatchMeta : int {
   kMetaNumRanks,
   kMetaHash,          // of the rank-by-rank counts: the same on every rank of one dispatch
   kMetaNumNodes,      // 0: the ranks are on one node
-  kDispatchMetaSize,  // on GPUs R more: the rows that came from each rank, where the host knows them
+  kDispatchMetaSize,  // on GPUs R more: the rows that came from each rank, where the host knows them; between nodes one
+                      // more behind them: rows of send_nvl_index
 };
 
 enum LowLatencyMeta : int {

@@ -265,6 +265,7 @@ enum class HostRegion : int {
   kSourceRows,  // u64[R]   rows that this rank receives from each
   kExpertRows,  // u64[Lmax] entries for each of my experts, all sources
   kMasked,      // u32[R]   low latency: 1 once this rank has masked that one
+  kNodeRows,    // u64[R]   between nodes, by node: rows that this rank's peer there sends over the network
   kCount,
 };
 
@@ -276,6 +277,7 @@ inline constexpr std::size_t region_bytes(HostRegion region, int num_ranks) {
     case HostRegion::kOutcome: return word;
     case HostRegion::kRankRows:
     case HostRegion::kRankFit:
+    case HostRegion::kNodeRows:
     case HostRegion::kSourceRows: return word * static_cast<std::size_t>(num_ranks);
     case HostRegion::kExpertRows: return word * static_cast<std::size_t>(expert_count_stride(num_ranks));
     case HostRegion::kMasked: return sizeof(std::uint32_t) * static_cast<std::size_t>(num_ranks);
@@ -314,6 +316,7 @@ class HostLayout {
   DM_HOST_DEVICE std::uint64_t* expert_rows(char* base) const {
     return at<std::uint64_t>(base, HostRegion::kExpertRows);
   }
+  DM_HOST_DEVICE std::uint64_t* node_rows(char* base) const { return at<std::uint64_t>(base, HostRegion::kNodeRows); }
   DM_HOST_DEVICE std::uint32_t* masked(char* base) const { return at<std::uint32_t>(base, HostRegion::kMasked); }
 
  private:

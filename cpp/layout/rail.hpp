@@ -15,7 +15,7 @@ inline constexpr int kChunkRows = 8;
 // Few peers need deep rings to keep the network busy, many share it.
 DM_HOST_DEVICE constexpr int ring_slots(int num_nodes) {
   const int slots = num_nodes > 1 ? 128 / (num_nodes - 1) : 0;
-  return slots > 32 ? 32 : slots < 4 ? 4 : slots;
+  return slots > 64 ? 64 : slots < 4 ? 4 : slots;
 }
 
 // What an arrival or credit word says: chunk `number` (from 1 on) of its ring, in this generation. 0 is no chunk.
@@ -117,10 +117,10 @@ class RailLayout {
   std::size_t offsets_[static_cast<int>(RailRegion::kCount)] = {};
 };
 
-// What a peer's record holds: its announcement, rows for the node and for each of its ranks, entries for its experts.
+// What a peer's record holds: its announcement, rows for the node and for every rank, entries for the node's experts.
 inline constexpr std::size_t rail_record_bytes(int num_nodes, int num_local_ranks) {
   const int num_ranks = num_nodes * num_local_ranks;
-  return sizeof(Announce) + 4 * static_cast<std::size_t>(num_local_ranks + 1) +
+  return sizeof(Announce) + 4 * static_cast<std::size_t>(num_ranks + 1) +
          4 * static_cast<std::size_t>(num_local_ranks) * static_cast<std::size_t>(expert_count_stride(num_ranks));
 }
 

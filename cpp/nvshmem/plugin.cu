@@ -22,6 +22,7 @@ using kernels::internode::RailDomain;
 struct NvshmemNetwork {
   char* block;
 
+  static constexpr bool kDirect = false;
   __device__ char* memory() const { return block; }
   __device__ void put_signal(int rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t word,
                              std::uint64_t value) const {

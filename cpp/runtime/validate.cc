@@ -24,17 +24,28 @@ bool readable_meta(const TensorView& meta) {
          meta.stride[0] == 1;
 }
 
+bool has_dense_rows(const TensorView& view) { return view.numel() == 0 || view.shape[1] == 1 || view.stride[1] == 1; }
+
 // The parts that a handle between nodes has more.
 void check_rail_parts(const DispatchHandle& handle, std::int64_t num_tokens, int num_ranks, int num_nodes) {
   check_matrix("handle.send_rdma_index", handle.send_rdma_index, DType::kInt32, num_tokens, num_nodes);
   const TensorView& prefix = handle.recv_rdma_rank_prefix_sum;
+  const int num_local_ranks = num_ranks / num_nodes;
+  if (handle.send_index.device >= 0) {  // the host does not see what is in them
+    check_matrix("handle.recv_rdma_rank_prefix_sum", prefix, DType::kInt32, 2, num_nodes);
+    const std::int64_t rows_in = handle.meta.as<std::int64_t>()[handle.meta.shape[0] - 1];
+    check_matrix("handle.send_nvl_index", handle.send_nvl_index, DType::kInt32, rows_in, num_local_ranks);
+    if (!prefix.is_contiguous() || !handle.send_nvl_index.is_contiguous() || !has_dense_rows(handle.send_rdma_index))
+      throw_value("handle", "tensors that are not contiguous", "the handle that dispatch returned");
+    return;
+  }
   if (prefix.dtype != DType::kInt32 || prefix.num_dims != 1 || prefix.shape[0] != num_nodes)
     throw_value("handle.recv_rdma_rank_prefix_sum", prefix.describe(), "int32 [" + num(num_nodes) + "]");
   const bool contiguous =
       handle.send_rdma_index.is_contiguous() && prefix.is_contiguous() && handle.send_nvl_index.is_contiguous();
   if (!contiguous) throw_value("handle", "tensors that are not contiguous", "the handle that dispatch returned");
   check_matrix("handle.send_nvl_index", handle.send_nvl_index, DType::kInt32, prefix.as<std::int32_t>()[num_nodes - 1],
-               num_ranks / num_nodes);
+               num_local_ranks);
 }
 
 void check_handle(const DispatchHandle& handle, int num_ranks, int num_nodes) {
@@ -51,8 +62,11 @@ void check_handle(const DispatchHandle& handle, int num_ranks, int num_nodes) {
   check_matrix("handle.send_index", handle.send_index, DType::kInt32, meta[layout::kMetaNumTokens], num_ranks);
   check_matrix("handle.is_token_in_rank", handle.is_token_in_rank, DType::kBool, meta[layout::kMetaNumTokens],
                num_ranks);
-  if (!handle.rank_prefix_matrix.is_contiguous() || !handle.send_index.is_contiguous() ||
-      !handle.meta.is_contiguous() || !handle.is_token_in_rank.is_contiguous())
+  // On GPUs between nodes, positions for ranks and nodes lie in one matrix.
+  const bool strided = num_nodes > 1 && handle.send_index.device >= 0;
+  const auto lies_well = [&](const TensorView& view) { return strided ? has_dense_rows(view) : view.is_contiguous(); };
+  if (!handle.rank_prefix_matrix.is_contiguous() || !lies_well(handle.send_index) || !handle.meta.is_contiguous() ||
+      !lies_well(handle.is_token_in_rank))
     throw_value("handle", "tensors that are not contiguous", allowed);
   if (handle.recv_src_idx.dtype != DType::kInt32 || handle.recv_src_idx.numel() != meta[layout::kMetaNumRecv])
     throw_value("handle.recv_src_idx", handle.recv_src_idx.describe(),

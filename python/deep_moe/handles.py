@@ -44,11 +44,13 @@ class InternodeDispatchHandle(NamedTuple):
     send_rdma_index: Tensor
     """[T, N] int32: which of this rank's rows for that node the token is; -1 for none and at its own node."""
     recv_rdma_rank_prefix_sum: Tensor
-    """[N] int32: rows that came from this rank's peers on the nodes up to and including this one."""
+    """[N] int32: rows that came from this rank's peers on the nodes up to and including this one. On GPUs
+    [2, N]: below it the rows sent to the peer on each node."""
     send_nvl_index: Tensor
-    """[F, L] int32: the row that each of them became at each rank of this node, or -1."""
+    """[F, L] int32: the row that each of them became at each rank of this node, or -1. On GPUs with
+    num_worst_tokens there are as many rows as there could be, and those past F hold nothing."""
     meta: Tensor
-    """[8] int64: sizes of the call."""
+    """[8] int64: sizes of the call; on GPUs more."""
 
 
 class LowLatencyHandle(NamedTuple):

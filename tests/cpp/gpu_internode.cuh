@@ -70,7 +70,7 @@ class RailWorld {
         return reinterpret_cast<std::int32_t*>(rows.allocate(r, 4 * count + 4));
       };
       rank.position = words_of(max_tokens * (R + N));
-      rank.prefix = words_of(R * L);
+      rank.prefix = words_of(R * R);
       rank.rows_out = words_of(N);
       rank.rows_in = words_of(N);
       rank.recv = words_of(world.num_experts());
@@ -123,7 +123,9 @@ class RailWorld {
   }
   internode::Routes routes(int r, char** segments) {
     const PerRank& rank = ranks_[r];
-    return {rank.position, rank.prefix, rank.rows_out, rank.rows_in, segments, rows_.shape().num_sms};
+    const int R = shape_.num_ranks(), columns = R + shape_.num_nodes;
+    return {rank.position, rank.position + R,    columns, columns, rank.prefix, rank.rows_out, rank.rows_in,
+            segments,      rows_.shape().num_sms};
   }
   internode::DispatchArgs dispatch_args(int r, bool cached = false) {
     const kernels::DispatchArgs same = rows_.dispatch_args(r);
@@ -218,15 +220,12 @@ class RailWorld {
       if (world_.read(r, ranks_[r].rows_out, N) != out[r]) return "rows out of rank " + std::to_string(r);
     }
     for (int r = 0; r < R; ++r) {
-      std::vector<std::int32_t> prefix, rows_in;
-      for (int src = 0; src < R; ++src)
-        for (int local = 0; local < L; ++local)
-          prefix.push_back(counts.prefix[src * R + shape_.rank_at(shape_.node_of(r), local)]);
+      std::vector<std::int32_t> rows_in;
       for (int node = 0; node < N; ++node) {
         const int peer = shape_.rank_at(node, shape_.local_of(r));
         rows_in.push_back((node > 0 ? rows_in.back() : 0) + (peer == r ? 0 : out[peer][shape_.node_of(r)]));
       }
-      if (world_.read(r, ranks_[r].prefix, R * L) != prefix) return "prefix sums of rank " + std::to_string(r);
+      if (world_.read(r, ranks_[r].prefix, R * R) != counts.prefix) return "prefix sums of rank " + std::to_string(r);
       if (world_.read(r, ranks_[r].rows_in, N) != rows_in) return "rows to rank " + std::to_string(r);
     }
     return {};
@@ -235,9 +234,11 @@ class RailWorld {
  private:
   template <typename Fill>
   char** table(int r, int node, Fill fill) {
-    const int L = shape_.num_local_ranks;
-    std::vector<char*> bases(static_cast<std::size_t>(L) * layout::kMaxSegments, nullptr);
-    for (int local = 0; local < L; ++local) fill(shape_.rank_at(node, local), bases, local * layout::kMaxSegments);
+    std::vector<char*> bases(static_cast<std::size_t>(shape_.num_ranks()) * layout::kMaxSegments, nullptr);
+    for (int local = 0; local < shape_.num_local_ranks; ++local) {
+      const int mate = shape_.rank_at(node, local);
+      fill(mate, bases, mate * layout::kMaxSegments);
+    }
     char** at = reinterpret_cast<char**>(rows_.allocate(r, static_cast<std::int64_t>(bases.size() * sizeof(char*))));
     cuda(cudaMemcpy(at, bases.data(), bases.size() * sizeof(char*), cudaMemcpyDefault));
     return at;

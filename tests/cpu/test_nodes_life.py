@@ -15,6 +15,7 @@ import deep_moe
 from deep_moe import reference
 
 from ..support.attempts import Attempt, attempt, good_program, words
+from ..support.device import where
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
 from ..support.inputs import Case
 from ..support.program import Program, check, cut_into_nodes, execute
@@ -75,7 +76,7 @@ def test_uneven_nodes_are_refused_everywhere() -> None:
 
 
 @pytest.mark.parametrize("order", ["abab", "abba", "baab"])
-def test_ranks_in_any_order_over_the_nodes(order: str) -> None:
+def test_ranks_in_any_order_over_the_nodes(order: str, form: str = "process") -> None:
     """Not node after node: tables say who is where. Sums follow the nodes."""
     nodes = [order.index(name) != 0 for name in order]
     given = Case("order", (25, 31, 17, 40), topk=6, experts=12).inputs()
@@ -86,10 +87,10 @@ def test_ranks_in_any_order_over_the_nodes(order: str) -> None:
         os.environ["DEEP_MOE_NODE"] = order[rank]
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         assert (buffer.runtime.get_num_rdma_ranks(), buffer.runtime.get_rdma_rank()) == (2, int(nodes[rank]))
-        per_node = buffer.get_dispatch_layout(given.topk_idx[rank], 12)[1]
+        per_node = buffer.get_dispatch_layout(where(buffer, given.topk_idx[rank]), 12)[1]
         return per_node, execute(Program(calls), rank, [buffer])
 
-    results = run_ranks(rank_main, 4)
+    results = run_ranks(rank_main, 4, form=form)
     in_rank = [reference.layout(idx, 12, 4).is_token_in_rank for idx in given.topk_idx]
     received = reference.dispatch(given.x, given.topk_idx, 12, given.topk_weights)
     y = [back.rows(rank, one.num_rows, 512, torch.bfloat16) for rank, one in enumerate(received)]
@@ -155,7 +156,7 @@ def test_size_hint_is_enough(hidden: int, payload: str) -> None:
     results = run_ranks(rank_main, 2, form="thread")
     check(Program([Dispatch(given), Combine(0)], local_ranks=1), [one for _, _, one in results])
     for hint, kept, _ in results:
-        assert kept == hint and 2 * 32 * 8 * 2 * hidden < hint < 3 * 32 * 8 * 2 * hidden + (4 << 20)
+        assert kept == hint and 2 * 64 * 8 * 2 * hidden < hint < 3 * 64 * 8 * 2 * hidden + (4 << 20)
 
 
 def test_size_hint_without_several_nodes_is_nothing() -> None:
@@ -247,7 +248,8 @@ def test_a_refusal_leaves_the_rings_in_step(form: str) -> None:
         tried = []
         for bad in range(4):
             if rank == bad:
-                tried.append(attempt(lambda: buffer.dispatch(given.x[rank], topk_idx=given.topk_idx[rank])))
+                x, idx = where(buffer, given.x[rank]), where(buffer, given.topk_idx[rank])
+                tried.append(attempt(lambda: buffer.dispatch(x, topk_idx=idx)))  # noqa: B023
             else:
                 tried.append(attempt(lambda: fused(buffer, given)))
             fused(buffer, given)
@@ -266,8 +268,15 @@ def test_too_few_worst_tokens_are_refused_everywhere(form: str) -> None:
     def rank_main(comm: Any, rank: int) -> Any:
         with cut_into_nodes(comm, 2):
             buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
-        x, idx = given.x[rank], given.topk_idx[rank]
-        tried = attempt(lambda: buffer.dispatch(x, topk_idx=idx, num_experts=16, num_worst_tokens=5))
+        x, idx = where(buffer, given.x[rank]), where(buffer, given.topk_idx[rank])
+
+        def send() -> None:
+            buffer.dispatch(x, topk_idx=idx, num_experts=16, num_worst_tokens=5)
+            if x.is_cuda:  # the host has not waited for the counts
+                torch.cuda.current_stream().synchronize()
+                buffer.check()
+
+        tried = attempt(send)
         return tried, execute(good_program(4), rank, [buffer])
 
     results = run_ranks(rank_main, 4, form=form)

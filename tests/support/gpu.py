@@ -16,7 +16,7 @@ import torch
 
 from . import device, workers
 from .device import on_cpu, on_gpu, side_stream
-from .program import Program, check, execute
+from .program import Program, check, cut_into_nodes, execute
 
 __all__ = ["CONNECTIONS_1", "ONE", "VECTOR", "WORLDS", "World", "on_cpu", "on_gpu", "side_stream"]
 
@@ -88,7 +88,8 @@ def on_stream(comm: Any, rank: int, work: tuple[Job, Any]) -> Any:
 
 
 def run_program_on_rank(comm: Any, rank: int, program: Program) -> Any:
-    buffers = [options.make(comm) for options in program.buffers]
+    with cut_into_nodes(comm, program.local_ranks):
+        buffers = [options.make(comm) for options in program.buffers]
     assert all(buffer.device.type == "cuda" for buffer in buffers)
     try:
         return execute(program, rank, buffers)

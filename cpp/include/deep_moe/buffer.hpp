@@ -64,9 +64,11 @@ struct DispatchHandle {
   TensorView send_index;          // [T, R] i32, row index of the token at that rank, or -1
   // Between nodes only, N of L ranks each; on one node undefined. F rows came from this rank's peers on other nodes.
   TensorView send_rdma_index;            // [T, N] i32, which of this rank's rows for that node the token is, or -1
-  TensorView recv_rdma_rank_prefix_sum;  // [N] i32, rows from the peers on nodes up to this one
+  TensorView recv_rdma_rank_prefix_sum;  // [N] i32, rows from the peers on nodes up to this one; on GPUs [2, N], with
+                                         // the rows to the peer on each node below
   TensorView send_nvl_index;             // [F, L] i32, final index at each rank of this node, or -1
-  TensorView meta;                       // [8] i64, on GPUs [8] or [8 + R], see layout/handle.hpp
+  TensorView meta;                       // [8] i64, on GPUs [8] or [8 + R], between nodes [9] or [9 + R], see
+                                         // layout/handle.hpp
 };
 
 struct OwnedDispatchHandle {

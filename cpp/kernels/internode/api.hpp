@@ -16,9 +16,10 @@ struct MappedBlocks {
 
 // The ranks of a Buffer on N > 1 nodes of L ranks, as a kernel of one of them sees them.
 struct RailDomain {
-  DeviceDomain node;  // the ranks of this node, by local index: words, waits and errors. In errors of notify, phase
-                      // kRelay names a rank of the group; else ranks from
-                      // L on are peers: L + their node
+  // The ranks of this node, by local index: words, waits and errors. Mapped words of the host are laid out for the
+  // group. In waits a number from L on is L + a rank of the group. What a refused call and another call (both in phase
+  // kRelay), too few rows and unknown segments name is a rank of the group.
+  DeviceDomain node;
   int num_nodes = 0;
   int own_node = 0;
   std::uint64_t generation = 0;
@@ -27,6 +28,7 @@ struct RailDomain {
   char* workspaces[layout::kMaxKernelRanks] = {};         // rail words of each mate, by local index, as mapped here
   std::uint8_t rank_table[layout::kMaxKernelRanks] = {};  // [N][L] ranks of the group
 
+  DM_HOST_DEVICE int in_errors(int of_group) const { return node.num_ranks + of_group; }
   DM_HOST_DEVICE int num_local_ranks() const { return node.num_ranks; }
   DM_HOST_DEVICE int num_ranks() const { return num_nodes * node.num_ranks; }
   DM_HOST_DEVICE int rank_at(int of_node, int local) const { return rank_table[of_node * node.num_ranks + local]; }
@@ -35,35 +37,49 @@ struct RailDomain {
   DM_HOST_DEVICE layout::RailState& state() const { return words.state(workspaces[node.rank]); }
 };
 
-// Before every call: all ranks of the group make the same one (X1 to X5), and with counts, how many rows go where.
-// Takes the next epoch. The calls below are launched behind it and move nothing where its outcome is not kRowsFit.
+// Before every call: all ranks of the group make the same one (X1 to X5), and with counts, how many rows go where, and
+// whether they fit what every rank offers. Takes the next epoch; the outcome is the same on all ranks. The calls below
+// are launched behind it and move nothing where it is not kRowsFit.
 struct NotifyArgs {
   layout::CallSignature signature;
   std::uint64_t hash = 0;      // layout::signature_hash(signature); set by the function called
   layout::Place place;         // of dispatch: where this rank takes rows; of combine: its input
   layout::Place weight_place;  // of combine
-  bool refused = false;        // this rank does not make the call: it says so and ends
-  std::uint32_t sequence = 0;  // tag of the outcome in mapped memory; 0: none for the host
-  // With counts, else topk 0.
-  TopkIds ids;
+  bool refused = false;        // this rank does not make the call: it says so and why, and ends
+  std::uint32_t num_reason_bytes = 0;
+  char reason[layout::kReasonBytes] = {};
+  std::uint32_t sequence = 0;  // tag of outcome and counts in mapped memory; 0: none for the host
+  // With counts: ids, or with topk 0 a mask and entries for each expert; neither: routes are known.
+  TopkIds ids;                                  // num_tokens in either case
+  const bool* token_in_rank = nullptr;          // [T, R]
+  const std::int32_t* expert_counts = nullptr;  // [E]
   int num_experts = 0;
   // Out. A token's position for a rank counts this rank's rows there, that for a node its rows in the ring to it; -1:
-  // none, and at this rank's own node. Totals at this node's ranks, inclusive over sources.
+  // none, and at this rank's own node.
   std::int32_t* position = nullptr;            // [T, R + N]
-  std::int32_t* rank_prefix_matrix = nullptr;  // [R, L]
+  bool* is_token_in_rank = nullptr;            // [T, R + N] likewise, or null
+  std::int32_t* rank_prefix_matrix = nullptr;  // [R, R] rows from source to destination, inclusive over sources
   std::int32_t* rows_out = nullptr;            // [N] rows to each peer
   std::int32_t* rows_in_prefix = nullptr;      // [N] rows from the peers on nodes up to this one
-  std::int32_t* recv_per_expert = nullptr;     // [experts of this rank]
+  std::int32_t* recv_per_expert = nullptr;     // [experts of this rank], or null
+
+  DM_HOST_DEVICE bool with_counts() const { return ids.topk > 0 || expert_counts != nullptr; }
 };
 void notify(const RailDomain& domain, const MappedBlocks& network, NotifyArgs args, Stream stream);
 
-// What the row calls share: results of a notify with counts.
+// Local: tokens that go to each node, [N], of a mask [T, R].
+void count_nodes(const RailDomain& domain, const bool* token_in_rank, std::int64_t num_tokens,
+                 std::int32_t* num_tokens_per_node, Stream stream);
+
+// What the row calls share: results of a notify with counts. Strides from one token to the next.
 struct Routes {
-  const std::int32_t* position = nullptr;
+  const std::int32_t* position = nullptr;       // [T, R]
+  const std::int32_t* node_position = nullptr;  // [T, N]
+  std::int64_t position_stride = 0, node_stride = 0;
   const std::int32_t* rank_prefix_matrix = nullptr;
   const std::int32_t* rows_out = nullptr;
   const std::int32_t* rows_in_prefix = nullptr;
-  char* const* segment_bases = nullptr;  // [L, layout::kMaxSegments] where each mate's segments are mapped here
+  char* const* segment_bases = nullptr;  // [R, layout::kMaxSegments] where each rank's segments are mapped here
   int num_sms = 0;
 };
 

@@ -25,6 +25,11 @@ __device__ __forceinline__ std::int64_t next_token(const RailDomain& domain) {
   return static_cast<std::int64_t>(__shfl_sync(0xffffffffu, token, 0));
 }
 
+// Of the grid's warps that serve rings, which number this one has.
+__device__ __forceinline__ int ring_warp() {
+  return static_cast<int>(blockIdx.x * (blockDim.x / 64) + threadIdx.x / 64);
+}
+
 // Every block comes here when it is through. The first one waits for all blocks of the node's ranks (D8, C7), and
 // counts the call's chunks, by node, as used.
 template <typename ChunksOut, typename ChunksIn>

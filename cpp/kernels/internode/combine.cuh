@@ -28,11 +28,12 @@ __device__ __forceinline__ bool find_holder(const WaitScope& scope, const RailDo
   const layout::Announce& record = announcement(scope, local);
   *holder = Holder{nullptr, nullptr};
   const Routes& routes = args.routes;
-  if (routes.rank_prefix_matrix[(domain.num_ranks() - 1) * domain.num_local_ranks() + local] == 0) return true;
-  holder->x = place_address(scope, routes.segment_bases, local, record.place);
+  const int rank = domain.rank_at(domain.own_node, local);
+  if (total_rows(domain, routes, local) == 0) return true;
+  holder->x = place_address(scope, routes.segment_bases, rank, record.place);
   if (holder->x == nullptr || args.topk == 0) return holder->x != nullptr;
   holder->weights =
-      reinterpret_cast<const float*>(place_address(scope, routes.segment_bases, local, record.weight_place));
+      reinterpret_cast<const float*>(place_address(scope, routes.segment_bases, rank, record.weight_place));
   return holder->weights != nullptr;
 }
 
@@ -61,7 +62,7 @@ __device__ __forceinline__ void list_holders(const CombineParams& params, const 
 template <typename T>
 __device__ __forceinline__ void sum_rows(const CombineParams& params, const SumList& list, int num_rows,
                                          int num_weights, char* out, float* out_weights) {
-  constexpr int kBatch = CombineTuning::kVectorsInFlight, kStep = 32 * 16;
+  constexpr int kBatch = RailTuning::kSumsInFlight, kStep = 32 * 16;
   for (std::int64_t first = lane_id() * 16; first < params.row_bytes; first += kBatch * kStep) {
     float sums[kBatch][Vector<T>::kSize] = {};
     for (int r = 0; r < num_rows; ++r) {
@@ -84,31 +85,31 @@ __device__ __forceinline__ void sum_rows(const CombineParams& params, const SumL
   }
 }
 
-// C3: the sums of a chunk, which is this warp's alone, back to the peer.
+// C2, C3: the sum that is one row of a ring, back to the peer. False: the block must leave.
 template <typename T, typename Network>
-__device__ void collect_chunk(const RailDomain& domain, const Network& network, const CombineParams& params,
-                              const Holder* holders, const TakenChunk& taken, SumList& list) {
+__device__ bool collect_row(const WaitScope& scope, const RailDomain& domain, const Network& network,
+                            const CombineParams& params, const Holder* holders, int node, std::int64_t number,
+                            SumList& list) {
   const Routes& routes = params.args.routes;
-  const int node = taken.node, num_local_ranks = domain.num_local_ranks();
+  const int num_local_ranks = domain.num_local_ranks();
   const RailCall call = ring_call(domain, domain.state().sent, node, rows_in(routes, node), params.rail_row.stride);
-  const std::int64_t first_row = taken.chunk * call.chunk_rows;
-  const RailPlace place = call.place(domain.rail.shape(), first_row);
-  const std::int32_t* map =
-      params.args.send_nvl_index + ((node > 0 ? routes.rows_in_prefix[node - 1] : 0) + first_row) * num_local_ranks;
-  for (int i = 0; i < place.num_rows; ++i, map += num_local_ranks) {
-    int num_rows = 0, num_weights = 0;
-    list_holders(params, holders, num_local_ranks, list, &num_rows, &num_weights,
-                 [&](int local) { return static_cast<std::int64_t>(map[local]); });
-    __syncwarp();
-    char* slot = slot_row(domain, network.memory(), RailRegion::kSendSlots, node, call, place) +
-                 static_cast<std::size_t>(i) * call.row_stride;
-    sum_rows<T>(params, list, num_rows, num_weights, slot,
-                reinterpret_cast<float*>(slot + params.rail_row.topk_weights));
-    __syncwarp();
-  }
-  ptx::fence_acq_rel_sys();
+  const RailPlace place = call.place(domain.rail.shape(), number);
+  bool free = true;
+  if (lane_id() == 0)
+    free = wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
+                         [&] { return has_credit(domain, network, node, place); });
+  if (!from_first_lane(free)) return false;
   __syncwarp();
-  put_chunk(domain, network, node, call, place);
+  const std::int64_t in_map = (node > 0 ? routes.rows_in_prefix[node - 1] : 0) + number;
+  const std::int32_t* map = params.args.send_nvl_index + in_map * num_local_ranks;
+  int num_rows = 0, num_weights = 0;
+  list_holders(params, holders, num_local_ranks, list, &num_rows, &num_weights,
+               [&](int local) { return static_cast<std::int64_t>(map[local]); });
+  __syncwarp();
+  char* out = row_out(domain, network, node, call, place);
+  sum_rows<T>(params, list, num_rows, num_weights, out, reinterpret_cast<float*>(out + params.rail_row.topk_weights));
+  row_is_filled(domain, network, node, call, place);
+  return true;
 }
 
 // C4 to C6: one of this rank's tokens. False: the block must leave.
@@ -116,8 +117,9 @@ template <typename T, typename Network>
 __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
                           const CombineParams& params, const Holder* holders, std::int64_t token, SumList& list) {
   const CombineArgs& args = params.args;
-  const int num_ranks = domain.num_ranks(), own = domain.rank();
-  const std::int32_t* position = args.routes.position + token * (num_ranks + domain.num_nodes);
+  const int own = domain.rank();
+  const std::int32_t* position = args.routes.position + token * args.routes.position_stride;
+  const std::int32_t* node_position = args.routes.node_position + token * args.routes.node_stride;
   const auto ring_of = [&](int node) {
     return ring_call(domain, domain.state().received, node, args.routes.rows_out[node], params.rail_row.stride);
   };
@@ -136,17 +138,17 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
                    });
       continue;
     }
-    const std::int32_t at = position[num_ranks + node];
+    const std::int32_t at = node_position[node];
     if (at < 0) continue;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);
     bool there = true;
     if (lane_id() == 0)
-      there = wait_for_peer(scope, WaitPhase::kChunk, node, place.number,
+      there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, place.number,
                             [&] { return has_arrived(domain, network, node, place); });
     if (!from_first_lane(there)) return false;
     __syncwarp();
-    const char* sum = slot_row(domain, network.memory(), RailRegion::kRingSlots, node, call, place);
+    const char* sum = row_in(domain, network, node, call, place);
     if (lane_id() == 0) {
       list.row[num_rows] = sum;
       list.weights[num_weights] = reinterpret_cast<const float*>(sum + params.rail_row.topk_weights);
@@ -157,10 +159,10 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
   sum_rows<T>(params, list, num_rows, num_weights, static_cast<char*>(args.out) + token * args.out_stride,
               args.combined_topk_weights + token * args.topk);
   for (int node = 0; node < domain.num_nodes; ++node) {
-    const std::int32_t at = node == domain.own_node ? -1 : position[num_ranks + node];
+    const std::int32_t at = node == domain.own_node ? -1 : node_position[node];
     if (at < 0) continue;
     const RailPlace place = ring_of(node).place(domain.rail.shape(), at);
-    if (counts_last(domain, node, place) && lane_id() == 0) give_credit(domain, network, node, place);
+    row_is_read(domain, network, node, place);
   }
   __syncwarp();  // the list is free
   return true;

@@ -36,18 +36,11 @@ __global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
     for (std::int64_t token; ok && (token = next_token(domain)) < args.num_tokens;)
       ok = sum_token<T>(scope, domain, network, params, shared.holders, token, list);
   } else {
-    for (;;) {
-      // C2: of any ring whose credit is there.
-      const TakenChunk taken = take_chunk(
-          scope, domain, WaitPhase::kCredit, [&](int node) { return call_out(node).num_chunks(); },
-          [&](int node, std::int64_t chunk) {
-            const RailCall call = call_out(node);
-            return has_credit(domain, network, node, call.place(domain.rail.shape(), chunk * call.chunk_rows));
-          });
-      ok = taken.node != -2;
-      if (taken.node < 0) break;
-      collect_chunk<T>(domain, network, params, shared.holders, taken, list);
-    }
+    RingRows rows(domain, ring_warp());
+    const auto num_rows = [&](int node) { return rows_in(args.routes, node); };
+    std::int64_t row;
+    for (int node; ok && rows.next(num_rows, &node, &row);)
+      ok = collect_row<T>(scope, domain, network, params, shared.holders, node, row, list);
   }
   if (!__syncthreads_and(ok)) return;
   end_rows(
@@ -91,8 +84,8 @@ void launch_combine(const RailDomain& domain, const Network& network, const Comb
       layout::RailRow(static_cast<std::size_t>(params.row_bytes), 0, 0, 4 * static_cast<std::size_t>(args.topk), 0);
   check_row(domain, params.rail_row.stride);
   with_type(args.type, [&](auto number) {
-    launch(combine_kernel<Network, decltype(number)>, args.routes.num_sms, RailTuning::kWarps, sizeof(CombineShared),
-           stream, false, "launch of combine between nodes", domain, network, params);
+    launch(combine_kernel<Network, decltype(number)>, num_blocks(domain, args.routes.num_sms), RailTuning::kWarps,
+           sizeof(CombineShared), stream, false, "launch of combine between nodes", domain, network, params);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/internode/ring.cuh"
+#include "kernels/internode/tuning.hpp"
 #include "kernels/protocol/bytes.cuh"
 #include "kernels/protocol/call.cuh"
 #include "kernels/tuning.hpp"
@@ -63,13 +64,20 @@ struct RowView {
   }
 };
 
+// Of the prefix sums over sources, at a rank of this node: rows up to a source, and of all.
+__device__ __forceinline__ std::int32_t rows_up_to(const RailDomain& domain, const Routes& routes, int src, int local) {
+  return routes.rank_prefix_matrix[src * domain.num_ranks() + domain.rank_at(domain.own_node, local)];
+}
+__device__ __forceinline__ std::int32_t total_rows(const RailDomain& domain, const Routes& routes, int local) {
+  return rows_up_to(domain, routes, domain.num_ranks() - 1, local);
+}
+
 // From places to addresses, for one rank of this node. False: its segment has no address here.
 __device__ __forceinline__ bool aim(const WaitScope& scope, const RailDomain& domain, const DispatchParams& params,
                                     int local, Target* target) {
   const layout::Place& place = announcement(scope, local).place;
-  const int num_local_ranks = domain.num_local_ranks();
   *target = Target{};
-  target->total_rows = params.args.routes.rank_prefix_matrix[(domain.num_ranks() - 1) * num_local_ranks + local];
+  target->total_rows = total_rows(domain, params.args.routes, local);
   const bool hard = (place.flags & layout::kPlaceHard) != 0;
   target->block_rows = hard ? place.capacity : target->total_rows;
   target->column_scales = (place.flags & layout::kPlaceColumnScales) != 0;
@@ -80,7 +88,7 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const RailDomain& do
     target->num_local_experts = experts.num_local_experts(rank);
   }
   if (target->block_rows == 0) return true;
-  char* base = place_address(scope, params.args.routes.segment_bases, local, place);
+  char* base = place_address(scope, params.args.routes.segment_bases, domain.rank_at(domain.own_node, local), place);
   if (base == nullptr) return false;
   const layout::RecvBlock block(params.format, target->block_rows);
   target->x = base + block.x;
@@ -94,12 +102,12 @@ __device__ __forceinline__ bool aim(const WaitScope& scope, const RailDomain& do
 // The final index of the first row of a source at a rank of this node.
 __device__ __forceinline__ std::int64_t first_index(const RailDomain& domain, const Routes& routes, int src,
                                                     int local) {
-  return src == 0 ? 0 : routes.rank_prefix_matrix[(src - 1) * domain.num_local_ranks() + local];
+  return src == 0 ? 0 : rows_up_to(domain, routes, src - 1, local);
 }
 
 // The whole warp: a row once from memory, to each of the destinations.
 __device__ __forceinline__ void copy_row(const char* row, std::int64_t bytes, char* const* destinations, int count) {
-  constexpr int kBatch = DispatchTuning::kVectorsInFlight, kStep = 32 * 16;
+  constexpr int kBatch = RailTuning::kVectorsInFlight, kStep = 32 * 16;
   for (std::int64_t first = lane_id() * 16; first < bytes; first += kBatch * kStep) {
     uint4 vectors[kBatch];
 #pragma unroll
@@ -174,8 +182,9 @@ template <typename Network>
 __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
                            const DispatchParams& params, const Target* targets, std::int64_t token, WarpLists& lists) {
   const Routes& routes = params.args.routes;
-  const int num_ranks = domain.num_ranks(), own = domain.rank();
-  const std::int32_t* position = routes.position + token * (num_ranks + domain.num_nodes);
+  const int own = domain.rank();
+  const std::int32_t* position = routes.position + token * routes.position_stride;
+  const std::int32_t* node_position = routes.node_position + token * routes.node_stride;
   const auto ring_of = [&](int node) {
     return ring_call(domain, domain.state().sent, node, routes.rows_out[node], params.rail_row.stride);
   };
@@ -188,14 +197,14 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   // D2: each lane waits for the slot at one other node.
   bool ok = true;
   count = list_addresses(lists.destination, count, domain.num_nodes, [&](int node) -> char* {
-    const std::int32_t at = position[num_ranks + node];
+    const std::int32_t at = node_position[node];
     if (at < 0) return nullptr;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);
-    ok = has_credit(domain, network, node, place) || wait_for_peer(scope, WaitPhase::kCredit, node, place.number, [&] {
-           return has_credit(domain, network, node, place);
-         });
-    return slot_row(domain, network.memory(), RailRegion::kSendSlots, node, call, place);
+    ok = has_credit(domain, network, node, place) ||
+         wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
+                       [&] { return has_credit(domain, network, node, place); });
+    return row_out(domain, network, node, call, place);
   });
   if (!__all_sync(0xffffffffu, ok)) return false;
   __syncwarp();
@@ -203,48 +212,50 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   for (int local = 0; local < domain.num_local_ranks(); ++local)
     if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
   for (int node = 0; node < domain.num_nodes; ++node) {
-    const std::int32_t at = position[num_ranks + node];
+    const std::int32_t at = node_position[node];
     if (at < 0) continue;
     const RailCall call = ring_of(node);
     const RailPlace place = call.place(domain.rail.shape(), at);
-    pack_words(params, domain, node, slot_row(domain, network.memory(), RailRegion::kSendSlots, node, call, place), row,
-               position);
-    if (counts_last(domain, node, place)) put_chunk(domain, network, node, call, place);
+    pack_words(params, domain, node, row_out(domain, network, node, call, place), row, position);
+    row_is_filled(domain, network, node, call, place);
   }
   __syncwarp();  // the lists are free
   return true;
 }
 
-// D6, D7: the rows of a chunk, which is this warp's alone.
+// D5 to D7: one row of a ring. False: the block must leave.
 template <typename Network>
-__device__ void forward_chunk(const RailDomain& domain, const Network& network, const DispatchParams& params,
-                              const Target* targets, const TakenChunk& taken, WarpLists& lists) {
+__device__ bool forward_row(const WaitScope& scope, const RailDomain& domain, const Network& network,
+                            const DispatchParams& params, const Target* targets, int node, std::int64_t number,
+                            WarpLists& lists) {
   const Routes& routes = params.args.routes;
-  const int node = taken.node, src = domain.peer(node), num_local_ranks = domain.num_local_ranks();
+  const int src = domain.peer(node), num_local_ranks = domain.num_local_ranks();
   const RailCall call = ring_call(domain, domain.state().received, node, rows_in(routes, node), params.rail_row.stride);
-  const std::int64_t first_row = taken.chunk * call.chunk_rows;
-  const std::int64_t map_begin = (node > 0 ? routes.rows_in_prefix[node - 1] : 0) + first_row;
-  const RailPlace place = call.place(domain.rail.shape(), first_row);
-  for (int i = 0; i < place.num_rows; ++i) {
-    const char* slot = slot_row(domain, network.memory(), RailRegion::kRingSlots, node, call, place) +
-                       static_cast<std::size_t>(i) * call.row_stride;
-    const RowView row(params, slot);
-    const int count = list_addresses(lists.destination, 0, num_local_ranks, [&](int local) -> char* {
-      const std::int32_t at = reinterpret_cast<const std::int32_t*>(slot + params.rail_row.positions)[local];
-      std::int64_t index = at < 0 ? -1 : first_index(domain, routes, src, local) + at;
-      if (index >= targets[local].block_rows) index = -1;  // of a row that is none: never out of the block
-      lists.index[local] = index;
-      if (params.args.send_nvl_index != nullptr)
-        params.args.send_nvl_index[(map_begin + i) * num_local_ranks + local] = static_cast<std::int32_t>(index);
-      return index < 0 ? nullptr : targets[local].x + index * params.format.row_bytes;
-    });
-    __syncwarp();
-    copy_row(row.x, params.format.row_bytes, lists.destination, count);
-    for (int local = 0; local < num_local_ranks; ++local)
-      if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
-    __syncwarp();
-  }
-  if (lane_id() == 0) give_credit(domain, network, node, place);
+  const RailPlace place = call.place(domain.rail.shape(), number);
+  bool there = true;
+  if (lane_id() == 0)
+    there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, place.number,
+                          [&] { return has_arrived(domain, network, node, place); });
+  if (!from_first_lane(there)) return false;
+  __syncwarp();
+  const std::int64_t in_map = (node > 0 ? routes.rows_in_prefix[node - 1] : 0) + number;
+  const char* slot = row_in(domain, network, node, call, place);
+  const RowView row(params, slot);
+  const int count = list_addresses(lists.destination, 0, num_local_ranks, [&](int local) -> char* {
+    const std::int32_t at = reinterpret_cast<const std::int32_t*>(slot + params.rail_row.positions)[local];
+    std::int64_t index = at < 0 ? -1 : first_index(domain, routes, src, local) + at;
+    if (index >= targets[local].block_rows) index = -1;  // of a row that is none: never out of the block
+    lists.index[local] = index;
+    if (params.args.send_nvl_index != nullptr)
+      params.args.send_nvl_index[in_map * num_local_ranks + local] = static_cast<std::int32_t>(index);
+    return index < 0 ? nullptr : targets[local].x + index * params.format.row_bytes;
+  });
+  __syncwarp();
+  copy_row(row.x, params.format.row_bytes, lists.destination, count);
+  for (int local = 0; local < num_local_ranks; ++local)
+    if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
+  row_is_read(domain, network, node, place);
+  return true;
 }
 
 // Rows of a hard place that nobody sends. All threads of the grid.

@@ -36,17 +36,11 @@ __global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
     for (std::int64_t token; ok && (token = next_token(domain)) < params.args.num_tokens;)
       ok = send_token(scope, domain, network, params, shared.targets, token, lists);
   } else {
-    for (;;) {
-      const TakenChunk taken = take_chunk(
-          scope, domain, WaitPhase::kChunk, [&](int node) { return call_in(node).num_chunks(); },
-          [&](int node, std::int64_t chunk) {
-            const RailCall call = call_in(node);
-            return has_arrived(domain, network, node, call.place(domain.rail.shape(), chunk * call.chunk_rows));
-          });
-      ok = taken.node != -2;
-      if (taken.node < 0) break;
-      forward_chunk(domain, network, params, shared.targets, taken, lists);
-    }
+    RingRows rows(domain, ring_warp());
+    const auto num_rows = [&](int node) { return rows_in(routes, node); };
+    std::int64_t row;
+    for (int node; ok && rows.next(num_rows, &node, &row);)
+      ok = forward_row(scope, domain, network, params, shared.targets, node, row, lists);
   }
   fill_tail(params, shared.targets[domain.node.rank]);
   if (!__syncthreads_and(ok)) return;
@@ -88,8 +82,8 @@ void launch_dispatch(const RailDomain& domain, const Network& network, const Dis
   check(domain, args);
   const DispatchParams params = derive(domain, args);
   check_row(domain, params.rail_row.stride);
-  launch(dispatch_kernel<Network>, args.routes.num_sms, RailTuning::kWarps, sizeof(DispatchShared), stream, false,
-         "launch of dispatch between nodes", domain, network, params);
+  launch(dispatch_kernel<Network>, num_blocks(domain, args.routes.num_sms), RailTuning::kWarps, sizeof(DispatchShared),
+         stream, false, "launch of dispatch between nodes", domain, network, params);
 }
 
 template <typename Network>

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/internode/network.cuh"
+#include "kernels/internode/tuning.hpp"
 #include "kernels/intranode/launch.hpp"
 
 namespace deep_moe::kernels::internode {
@@ -13,7 +14,23 @@ inline void check_domain(const RailDomain& domain) {
   check_range("domain.num_nodes", domain.num_nodes, 2, layout::kMaxNodes);
   check_range("domain.node.num_ranks", domain.node.num_ranks, 1, layout::kMaxKernelRanks);
   check_range("ranks and nodes together", domain.num_ranks() + domain.num_nodes, 3, layout::kMaxKernelRanks);
+  check_range("ranks and those of a node together", domain.num_ranks() + domain.num_local_ranks(), 3,
+              layout::kMaxKernelRanks);
   check_range("slots of a ring", domain.rail.shape().num_slots, 1, layout::kMaxRingSlots);
+}
+
+// The ranks of a node, as bits.
+inline std::uint64_t ranks_of(const RailDomain& domain, int node) {
+  std::uint64_t ranks = 0;
+  for (int local = 0; local < domain.num_local_ranks(); ++local)
+    ranks |= std::uint64_t{1} << domain.rank_at(node, local);
+  return ranks;
+}
+
+// Blocks of a row call: every ring has a warp.
+inline int num_blocks(const RailDomain& domain, int num_sms) {
+  constexpr int kRingWarps = RailTuning::kWarps / 2;
+  return std::max(num_sms, (domain.num_nodes - 1 + kRingWarps - 1) / kRingWarps);
 }
 
 inline void check_row(const RailDomain& domain, std::size_t stride) {

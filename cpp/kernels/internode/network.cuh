@@ -8,6 +8,8 @@
 //                                          before goes along; the word is set after all data is there
 //   void signal(rank, word, value) const   one thread; what it has read before has been read
 //   bool is(word, value) const             one thread; what was delivered before the value is visible to it
+//   kDirect                                slots of a peer's rings are written in place: then
+//   char* memory_of(rank) const            is a peer's block, and nothing is put for a chunk but its signal
 #pragma once
 
 #include <cstdint>
@@ -21,7 +23,9 @@ struct MappedNetwork {
   MappedBlocks mapped;
   int rank;
 
+  static constexpr bool kDirect = true;
   __device__ char* memory() const { return mapped.blocks[rank]; }
+  __device__ char* memory_of(int of_rank) const { return mapped.blocks[of_rank]; }
   __device__ void put_signal(int to_rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t word,
                              std::uint64_t value) const {
     const char* source = memory() + from;

@@ -44,29 +44,46 @@ __device__ __forceinline__ bool has_arrived(const RailDomain& domain, const Netw
 
 // One thread. False: the block must leave.
 template <typename Test>
-__device__ __forceinline__ bool wait_for_peer(const WaitScope& scope, WaitPhase phase, int node, std::uint64_t expected,
-                                              Test test) {
+__device__ __forceinline__ bool wait_for_peer(const WaitScope& scope, const RailDomain& domain, WaitPhase phase,
+                                              int node, std::uint64_t expected, Test test) {
   std::uint64_t seen;
   return wait_until(
-      scope, phase, scope.domain.num_ranks + node, expected, [&] { return std::uint64_t{test()}; },
+      scope, phase, domain.in_errors(domain.peer(node)), expected, [&] { return std::uint64_t{test()}; },
       [](std::uint64_t there) { return there != 0; }, &seen);
 }
 
-__device__ __forceinline__ char* slot_row(const RailDomain& domain, char* memory, RailRegion region, int node,
-                                          const RailCall& call, const RailPlace& place) {
-  return memory + domain.rail.slot(region, domain.own_node, node, place.slot) +
+// Of a row that has come, from a peer; and where one is written that goes to it: its slot there, or the send slot here.
+template <typename Network>
+__device__ __forceinline__ char* row_in(const RailDomain& domain, const Network& network, int node,
+                                        const RailCall& call, const RailPlace& place) {
+  return network.memory() + domain.rail.slot(RailRegion::kRingSlots, domain.own_node, node, place.slot) +
          static_cast<std::size_t>(place.row) * call.row_stride;
+}
+template <typename Network>
+__device__ __forceinline__ char* row_out(const RailDomain& domain, const Network& network, int node,
+                                         const RailCall& call, const RailPlace& place) {
+  const std::size_t row = static_cast<std::size_t>(place.row) * call.row_stride;
+  if constexpr (Network::kDirect) {
+    return network.memory_of(domain.peer(node)) +
+           domain.rail.slot(RailRegion::kRingSlots, node, domain.own_node, place.slot) + row;
+  } else {
+    return network.memory() + domain.rail.slot(RailRegion::kSendSlots, domain.own_node, node, place.slot) + row;
+  }
 }
 
 // D4, C3: the whole warp, which is behind all writers of the chunk.
 template <typename Network>
 __device__ __forceinline__ void put_chunk(const RailDomain& domain, const Network& network, int node,
                                           const RailCall& call, const RailPlace& place) {
-  network.put_signal(domain.peer(node), domain.rail.slot(RailRegion::kRingSlots, node, domain.own_node, place.slot),
-                     domain.rail.slot(RailRegion::kSendSlots, domain.own_node, node, place.slot),
-                     static_cast<std::size_t>(place.num_rows) * call.row_stride,
-                     domain.rail.word(RailRegion::kChunkArrived, node, domain.own_node, place.slot),
-                     layout::pack_chunk_tag(domain.generation, place.number));
+  const std::size_t word = domain.rail.word(RailRegion::kChunkArrived, node, domain.own_node, place.slot);
+  const std::uint64_t tag = layout::pack_chunk_tag(domain.generation, place.number);
+  if constexpr (Network::kDirect) {
+    if (lane_id() == 0) network.signal(domain.peer(node), word, tag);
+  } else {
+    network.put_signal(domain.peer(node), domain.rail.slot(RailRegion::kRingSlots, node, domain.own_node, place.slot),
+                       domain.rail.slot(RailRegion::kSendSlots, domain.own_node, node, place.slot),
+                       static_cast<std::size_t>(place.num_rows) * call.row_stride, word, tag);
+  }
 }
 // D7, C6: one thread, behind all readers of the chunk.
 template <typename Network>
@@ -77,14 +94,13 @@ __device__ __forceinline__ void give_credit(const RailDomain& domain, const Netw
                  layout::pack_chunk_tag(domain.generation, place.number));
 }
 
-// The whole warp, when it is through with a row of a chunk that several warps share. True for the warp that is last,
-// which is behind all others; the count is zero again.
-__device__ __forceinline__ bool counts_last(const RailDomain& domain, int node, const RailPlace& place) {
-  ptx::fence_acq_rel_sys();
+// The whole warp, when it is through with a row of a chunk that several warps share; `count` is the slot's. True for
+// the warp that is last, which is behind all others; the count is zero again.
+__device__ __forceinline__ bool counts_last(std::uint64_t* count, const RailPlace& place) {
   __syncwarp();
   bool last = false;
   if (lane_id() == 0) {
-    std::uint64_t* count = &domain.state().filled[node][place.slot];
+    ptx::fence_acq_rel_sys();
     last = ptx::atom_add_acq_rel_gpu(count, 1) + 1 == static_cast<std::uint64_t>(place.num_rows);
     if (last) ptx::st_relaxed_gpu(count, 0);
   }
@@ -92,51 +108,46 @@ __device__ __forceinline__ bool counts_last(const RailDomain& domain, int node, 
   __syncwarp();
   return last;
 }
-
-// A chunk of one of the rings for this warp alone, in no order among the rings: the next one, of any, for which `ready`
-// (node, chunk of the call) says yes. `num_chunks(node)`. Gives node and chunk; node -1 when all are taken, -2 when the
-// block must leave.
-struct TakenChunk {
-  int node;
-  std::int64_t chunk;
-};
-template <typename NumChunks, typename Ready>
-__device__ __forceinline__ TakenChunk take_chunk(const WaitScope& scope, const RailDomain& domain, WaitPhase phase,
-                                                 NumChunks num_chunks, Ready ready) {
-  TakenChunk taken{-1, 0};
-  if (lane_id() == 0) {
-    const int start = static_cast<int>(threadIdx.x / 32 + blockIdx.x);
-    int waits_for = 0;
-    const auto next = [&]() -> std::uint64_t {  // 0: wait, 1: all taken, else node + 2
-      bool all_taken = true;
-      for (int i = 0; i < domain.num_nodes; ++i) {
-        const int node = (start + i) % domain.num_nodes;
-        if (node == domain.own_node) continue;
-        const std::uint64_t chunk = ptx::ld_relaxed_gpu(&domain.state().taken[node]);
-        if (static_cast<std::int64_t>(chunk) >= num_chunks(node)) continue;
-        all_taken = false;
-        waits_for = node;
-        if (!ready(node, static_cast<std::int64_t>(chunk))) continue;
-        const auto before =
-            atomicCAS(reinterpret_cast<unsigned long long*>(&domain.state().taken[node]),
-                      static_cast<unsigned long long>(chunk), static_cast<unsigned long long>(chunk + 1));
-        if (before != chunk) continue;
-        taken = {node, static_cast<std::int64_t>(chunk)};
-        return static_cast<std::uint64_t>(node) + 2;
-      }
-      return all_taken ? 1 : 0;
-    };
-    std::uint64_t seen = next();
-    if (seen == 0 && !wait_until(
-                         scope, phase, scope.domain.num_ranks + waits_for, 1, next,
-                         [](std::uint64_t got) { return got != 0; }, &seen))
-      taken.node = -2;
-  }
-  taken.node = __shfl_sync(0xffffffffu, taken.node, 0);
-  taken.chunk = __shfl_sync(0xffffffffu, taken.chunk, 0);
-  __syncwarp();  // what the first lane has acquired, all lanes may read
-  return taken;
+// A row has been written to where it goes: with the last one of a chunk, that leaves.
+template <typename Network>
+__device__ __forceinline__ void row_is_filled(const RailDomain& domain, const Network& network, int node,
+                                              const RailCall& call, const RailPlace& place) {
+  if (counts_last(&domain.state().filled[node][place.slot], place)) put_chunk(domain, network, node, call, place);
 }
+// A row that has come has been read: with the last one of a chunk, its slot goes back.
+template <typename Network>
+__device__ __forceinline__ void row_is_read(const RailDomain& domain, const Network& network, int node,
+                                            const RailPlace& place) {
+  if (counts_last(&domain.state().read[node][place.slot], place) && lane_id() == 0)
+    give_credit(domain, network, node, place);
+}
+
+// Rows of the rings for one warp after the other, in the order of each ring; every ring has warps of its own, which
+// help the others once it has no more rows. So a warp may wait for the ring whose row it has been given: nobody else's
+// does.
+class RingRows {
+ public:
+  // `warp` of all `num_warps` of the grid that serve rings: at least as many as there are rings.
+  __device__ RingRows(const RailDomain& domain, int warp) : domain_(domain), first_(warp % (domain.num_nodes - 1)) {}
+
+  // The next one; `num_rows(node)`. False: there are no more.
+  template <typename NumRows>
+  __device__ bool next(NumRows num_rows, int* node, std::int64_t* row) {
+    for (; turn_ < domain_.num_nodes - 1; ++turn_) {
+      *node = (domain_.own_node + 1 + (first_ + turn_) % (domain_.num_nodes - 1)) % domain_.num_nodes;
+      std::uint64_t taken = 0;
+      if (lane_id() == 0) taken = ptx::atom_add_relaxed_gpu(&domain_.state().taken[*node], 1);
+      *row = static_cast<std::int64_t>(__shfl_sync(0xffffffffu, taken, 0));
+      if (*row < num_rows(*node)) return true;
+    }
+    return false;
+  }
+
+ private:
+  const RailDomain& domain_;
+  const int first_;
+  int turn_ = 0;
+};
 
 // The first block, when all blocks are through: the next call's chunks follow this one's.
 __device__ __forceinline__ void advance_rings(const RailDomain& domain, int node, std::int64_t chunks_out,
