@@ -115,7 +115,7 @@ def test_heap_filled_until_growth_fails() -> None:
 
 
 def job_own_rows(comm: Any, rank: int, _: Any) -> Any:
-    """Rows that a rank sends to itself and, from an ordinary tensor, back; a heap with room for two of these."""
+    """Rows that a rank sends itself and, from an ordinary tensor, back; a heap with room for two of these."""
     buffer = deep_moe.Buffer(None, 96 * MIB, comm=comm, timeout=20)
     x = torch.randn(9 * 1024, 2048, device=buffer.device).bfloat16()
     idx = torch.full((len(x), 1), rank, device=buffer.device)
