@@ -29,6 +29,7 @@ template <typename T>
 T ld_acquire_sys(const T* address) {
   return load(address, __ATOMIC_ACQUIRE);
 }
+inline std::uint64_t ld_acquire_gpu(const std::uint64_t* address) { return load(address, __ATOMIC_ACQUIRE); }
 
 template <typename T>
 void store(T* address, T value, int order) {
@@ -40,6 +41,7 @@ void store(T* address, T value, int order) {
 inline void st_relaxed_gpu(std::uint64_t* address, std::uint64_t value) { store(address, value, __ATOMIC_RELAXED); }
 inline void st_relaxed_gpu(std::uint32_t* address, std::uint32_t value) { store(address, value, __ATOMIC_RELAXED); }
 inline void st_relaxed_sys(std::uint64_t* address, std::uint64_t value) { store(address, value, __ATOMIC_RELAXED); }
+inline void st_release_gpu(std::uint64_t* address, std::uint64_t value) { store(address, value, __ATOMIC_RELEASE); }
 inline void st_release_sys(std::uint64_t* address, std::uint64_t value) { store(address, value, __ATOMIC_RELEASE); }
 inline void st_release_sys(std::uint32_t* address, std::uint32_t value) { store(address, value, __ATOMIC_RELEASE); }
 
