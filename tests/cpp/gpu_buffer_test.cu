@@ -76,7 +76,7 @@ TEST_CASE("GPU Buffer: dispatch and combine equal the scalar model") {
   for (const Shape& shape : kShapes) {
     CAPTURE(shape.num_ranks);
     on_ranks(shape.num_ranks, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
-      round_trips(bootstrap, shape, 3, -1, streams.options(64 << 20, 4), streams.memory());
+      round_trips(bootstrap, shape, 3, -1, streams.options(64 << 20, 30), streams.memory());
     });
   }
 }
