@@ -188,7 +188,7 @@ struct LowLatencyCall {
   std::uint64_t hash = 0;              // layout::signature_hash(signature); set by the function called
   std::uint64_t* epoch = nullptr;      // [1], with halves: written by the first, read by the second
   std::int64_t* wait_stats = nullptr;  // [R] nanoseconds waited for each peer are added, or null; with the second half
-  std::int64_t max_tokens = 0;         // M
+  std::int64_t max_tokens = 0;         // M, up to layout::kMostLowLatencyTokens
   int num_experts = 0;
   int num_blocks = 0;  // most that may be used: as many SMs, for blocks of one launch may not share one
   bool early = false;  // the launch behind may start when this one does: for a rank that shares its GPU with no other

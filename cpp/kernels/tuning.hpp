@@ -59,16 +59,16 @@ struct CombineTuning {
 };
 
 struct LowLatencyTuning {
-  static constexpr int kDispatchCarriers = 21, kCombineCarriers = 21;  // warps of a block that carry rows, at most ...
+  static constexpr int kDispatchCarriers = 14, kCombineCarriers = 15;  // warps of a block that carry rows, at most ...
   static constexpr int kFewestCarriers = 4;                            // ... and where there is little to do
-  static constexpr int kDispatchOthers = 2;  // warps beside them: ids, weights and counts; what is told to peers
+  static constexpr int kDispatchOthers = 2;  // warps beside them: words and counts; what is told to peers
   static constexpr int kCombineOthers = 1;
-  static constexpr int kFewestTasks = 40;     // as many as a grid has warps for, also where this rank has no rows
-  static constexpr int kNarrowDispatch = 20;  // most warps of a block with which narrow tasks are quicker
+  static constexpr int kFewestTasks = 40;    // as many as a grid has warps for, also where this rank has no rows
+  static constexpr int kFewestTokens = 8;    // the same of a dispatch
+  static constexpr int kNarrowDispatch = 8;  // most warps of a block with which narrow tasks are quicker
   static constexpr int kNarrowCombine = 10;
-  static constexpr int kIdUnitsInFlight = 2;  // of a thread
-  static constexpr int kRowsInFlight = 4;     // of a warp that sums
-  static constexpr int kRowsAwaited = 2;      // the same, of rows that peers send
+  static constexpr int kRowsInFlight = 8;  // of a warp that sums
+  static constexpr int kRowsAwaited = 2;   // of rows by expert
 };
 
 // Blocks that read ids: none without tokens but the first. `wanted` 0: as tuned.

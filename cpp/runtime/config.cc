@@ -124,8 +124,9 @@ std::size_t low_latency_size_hint(std::int64_t num_max_dispatch_tokens_per_rank,
   const layout::LowLatencySlot slot(num_ranks, num_max_dispatch_tokens_per_rank, topk, 2 * hidden, 0, 2 * hidden);
   // On GPUs rows travel as units; rows by expert have room for the usual top-k.
   const int back_topk = static_cast<int>(std::min(kUsualTopk, num_experts));
-  const layout::LowLatencyDispatchSlot there(num_ranks, num_max_dispatch_tokens_per_rank, static_cast<int>(topk),
-                                             2 * hidden, 0, false, true);
+  const int num_local = static_cast<int>((num_experts + num_ranks - 1) / num_ranks);
+  const layout::LowLatencyDispatchSlot there(num_ranks, num_max_dispatch_tokens_per_rank, num_local,
+                                             static_cast<int>(topk), 2 * hidden, 0, true);
   const layout::LowLatencyCombineSlot back(num_ranks, num_max_dispatch_tokens_per_rank, back_topk, 2 * hidden,
                                            back_topk > num_ranks);
   return layout::kLowLatencySlots * layout::align_up(std::max({slot.total, there.total, back.total}), layout::kAlign);

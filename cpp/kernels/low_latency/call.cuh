@@ -6,6 +6,7 @@
 
 #include "kernels/low_latency/units.cuh"
 #include "kernels/protocol/announce.cuh"
+#include "kernels/ptx/barrier.cuh"
 #include "kernels/ptx/launch.cuh"
 #include "kernels/tuning.hpp"
 #include "layout/experts.hpp"
@@ -46,31 +47,40 @@ struct Divisor {
   }
 };
 
-// The call as one thread sees it.
+// What a block knows of the call, in shared memory: registers are for rows.
+struct CallState {
+  WaitFailure failure;
+  std::uint64_t epoch;
+  std::uint64_t live;        // ranks that take part
+  std::int64_t slot_offset;  // in anybody's staging
+  int slot;
+  bool failed;  // leave
+};
+
 struct LowLatencyRun {
-  WaitScope scope;
+  const DeviceDomain& domain;
   const LowLatencyCall& call;
   const LowLatencyHot& hot;
-  std::uint32_t tag;
-  int slot;
-  bool may_write;      // the slot of the peers
-  bool failed;         // leave
-  std::uint64_t live;  // ranks that take part
+  CallState& state;
 
-  __device__ int rank() const { return scope.domain.rank; }
-  __device__ int num_ranks() const { return scope.domain.num_ranks; }
-  __device__ bool sends() const { return call.half != LowLatencyHalf::kReceive; }
-  __device__ bool receives() const { return call.half != LowLatencyHalf::kSend; }
+  __device__ __forceinline__ int rank() const { return domain.rank; }
+  __device__ __forceinline__ int num_ranks() const { return domain.num_ranks; }
+  __device__ __forceinline__ std::uint32_t tag() const { return static_cast<std::uint32_t>(state.epoch); }
+  __device__ __forceinline__ bool sends() const { return call.half != LowLatencyHalf::kReceive; }
+  __device__ __forceinline__ bool receives() const { return call.half != LowLatencyHalf::kSend; }
   // Both halves in one launch: this rank's own rows need not go through the staging.
-  __device__ bool is_whole() const { return call.half == LowLatencyHalf::kBoth; }
-  __device__ bool is_live(int rank) const { return (live >> rank & 1) != 0; }
-  __device__ char* slot_of(int rank) const {
-    return call.staging.bases[rank] + static_cast<std::int64_t>(slot) * call.staging.slot_bytes;
+  __device__ __forceinline__ bool is_whole() const { return call.half == LowLatencyHalf::kBoth; }
+  __device__ __forceinline__ bool is_live(int rank) const { return (state.live >> rank & 1) != 0; }
+  __device__ __forceinline__ char* slot_of(int rank) const { return call.staging.bases[rank] + state.slot_offset; }
+  __device__ __forceinline__ char* my_slot() const { return hot.staging + state.slot_offset; }
+  __device__ __forceinline__ layout::LowLatencyState& words() const { return *hot.state; }
+  __device__ __forceinline__ std::uint64_t* consumed(int holder, int of_slot, int writer) const {
+    return domain.words.consumed(domain.workspaces[holder], of_slot, writer);
   }
-  __device__ char* my_slot() const { return hot.staging + static_cast<std::int64_t>(slot) * call.staging.slot_bytes; }
-  __device__ layout::LowLatencyState& state() const { return *hot.state; }
-  __device__ std::uint64_t* consumed(int holder, int of_slot, int writer) const {
-    return scope.domain.words.consumed(scope.domain.workspaces[holder], of_slot, writer);
+  __device__ __forceinline__ bool may_be_masked() const { return call.shrink; }
+  __device__ __forceinline__ WaitScope scope() const {
+    return {domain, state.epoch, &hot.state->trouble[state.slot], &state.failure,
+            call.shrink ? &hot.state->masked : nullptr};
   }
 };
 
@@ -87,76 +97,74 @@ __device__ __forceinline__ std::uint32_t touch(const void* first, const void* en
   return sum;
 }
 
-// B1. Every thread, behind griddepcontrol_wait.
-__device__ __forceinline__ LowLatencyRun begin_call(const DeviceDomain& domain, const LowLatencyCall& call,
-                                                    const LowLatencyHot& hot, WaitFailure* failure) {
-  const std::uint64_t word = ptx::ld_relaxed_gpu(hot.epoch);
-  const std::uint64_t ready = ptx::ld_relaxed_gpu(&hot.state->ready_epoch);
-  const bool failed = ptx::ld_relaxed_gpu(&hot.notify->failed) != 0;
-  const std::uint64_t live = call.live_ranks & ~ptx::ld_relaxed_gpu(&hot.state->masked);
-  const std::uint64_t epoch = call.half == LowLatencyHalf::kReceive ? word : layout::epoch_of(word) + 1;
-  const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);
-  return {{domain, epoch, &hot.state->trouble[slot], failure, call.shrink ? &hot.state->masked : nullptr},
-          call,
-          hot,
-          static_cast<std::uint32_t>(epoch),
-          slot,
-          ready == epoch,
-          failed,
-          live};
-}
-
-// S1. Nobody reads any more what the slot held before. Every warp, before its first unit goes to a peer.
-__device__ __forceinline__ bool await_slot(LowLatencyRun& run) {
-  if (run.may_write || run.failed) [[likely]]
-    return !run.failed;
-  const std::uint64_t last = ptx::ld_relaxed_gpu(&run.state().sent_epoch[run.slot]);
-  bool ok = true;
-  if (last != ptx::ld_relaxed_gpu(&run.state().trouble[run.slot])) {
-#pragma unroll 1
-    for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
-      if (peer == run.rank() || !run.is_live(peer)) continue;
-      std::uint64_t seen;
-      ok = wait_in_line(
-               run.scope, layout::WaitPhase::kSlotSpace, peer, last,
-               [&] { return ptx::ld_acquire_sys(run.consumed(run.rank(), run.slot, peer)); },
-               [&](std::uint64_t epoch) { return epoch >= last; }, &seen) &&
-           ok;
-    }
-  }
-  run.may_write = __all_sync(0xffffffffu, ok);
-  return run.may_write;
-}
-
-// B2. The warps of a block say, each once, that all their threads have read the epoch and are past await_slot; the last
-// one says so for the block. The last block of the launch ends the epoch: finish, at its end, so that nothing waits for
-// the answer.
-class Arrival {
+// How a block takes part in a call: one warp of it finds out what the call is, waits until it may begin, and says that
+// the block has seen the epoch. The others wait for that warp.
+class CallEntry {
  public:
-  // `counter`, in shared memory, is zero; so many warps of this block come.
-  __device__ Arrival(int* counter, int num_warps) : counter_(counter), num_warps_(num_warps) {}
-
-  __device__ __forceinline__ void make(const LowLatencyRun& run) {
+  // B1, S1. That warp, behind griddepcontrol_wait; then all threads of the block meet.
+  __device__ __forceinline__ void begin(const LowLatencyRun& run) {
+    const LowLatencyCall& call = run.call;
+    layout::LowLatencyState& words = run.words();
+    const std::uint64_t word = ptx::ld_relaxed_gpu(run.hot.epoch);
+    const std::uint64_t ready = ptx::ld_relaxed_gpu(&words.ready_epoch);
+    bool failed = ptx::ld_relaxed_gpu(&run.hot.notify->failed) != 0;
+    const std::uint64_t live = call.live_ranks & ~ptx::ld_relaxed_gpu(&words.masked);
+    const std::uint64_t epoch = run.sends() ? layout::epoch_of(word) + 1 : word;
+    const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);
+    if (lane_id() == 0) {
+      CallState& state = run.state;
+      state.failure.claimed = 0;
+      state.epoch = epoch;
+      state.live = live;
+      state.slot_offset = slot * call.staging.slot_bytes;
+      state.slot = slot;
+      state.failed = failed;
+    }
     __syncwarp();
-    if (lane_id() != 0 || run.failed || !run.sends() || atomicAdd(counter_, 1) != num_warps_ - 1) return;
-    made_ = true;
-    before_ = ptx::atom_add_relaxed_gpu(&run.scope.state().epoch, kOne);
+    if (!run.sends() || failed) return;
+    if (ready != epoch && !await_slot(run)) [[unlikely]]
+      run.state.failed = true;
+    made_ = lane_id() == 0;
   }
-  // `ok`: no wait of this thread has failed.
-  __device__ __forceinline__ void finish(const LowLatencyRun& run, bool ok = true) const {
-    if (!ok && !run.failed) report_failure(run.scope.domain, run.scope.epoch, *run.scope.failure);
+  // B2. The same warp, behind that meeting.
+  __device__ __forceinline__ void arrive(const LowLatencyRun& run) {
+    if (made_) before_ = ptx::atom_add_relaxed_gpu(&run.hot.notify->epoch, kOne);
+  }
+  // At its end. The last block of the launch ends the epoch; nothing has waited for the answer until now.
+  __device__ __forceinline__ void finish(const LowLatencyRun& run) const {
     if (!made_ || (before_ >> layout::kArrivalShift) != gridDim.x - 1) return;
-    ptx::st_relaxed_gpu(&run.state().sent_epoch[run.slot], run.scope.epoch);
-    ptx::atom_add_relaxed_gpu(&run.scope.state().epoch, 1 - kOne * gridDim.x);
+    ptx::st_relaxed_gpu(&run.words().sent_epoch[run.state.slot], run.state.epoch);
+    ptx::atom_add_relaxed_gpu(&run.hot.notify->epoch, 1 - kOne * gridDim.x);
   }
 
  private:
+  // S1. Nobody reads any more what the slot held before. False: leave.
+  __device__ __forceinline__ static bool await_slot(const LowLatencyRun& run) {
+    const std::uint64_t last = ptx::ld_relaxed_gpu(&run.words().sent_epoch[run.state.slot]);
+    bool ok = true;
+    if (last != ptx::ld_relaxed_gpu(&run.words().trouble[run.state.slot])) {
+#pragma unroll 1
+      for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
+        if (peer == run.rank() || !run.is_live(peer)) continue;
+        std::uint64_t seen;
+        ok = wait_in_line(
+                 run.scope(), layout::WaitPhase::kSlotSpace, peer, last,
+                 [&] { return ptx::ld_acquire_sys(run.consumed(run.rank(), run.state.slot, peer)); },
+                 [&](std::uint64_t epoch) { return epoch >= last; }, &seen) &&
+             ok;
+      }
+    }
+    return __all_sync(0xffffffffu, ok);
+  }
+
   static constexpr std::uint64_t kOne = std::uint64_t{1} << layout::kArrivalShift;
-  int* counter_;
-  int num_warps_;
   bool made_ = false;
   std::uint64_t before_ = 0;
 };
+// Every warp, at its end; `ok`: no wait of this thread has failed.
+__device__ __forceinline__ void leave(const LowLatencyRun& run, bool ok) {
+  if (!ok) report_failure(run.domain, run.state.epoch, run.state.failure);
+}
 
 // R1. The header of one peer, or of this rank itself: `*num_tokens` of it. Where `watch`, a peer that makes another
 // call is noticed and reported, and all blocks leave. False: leave.
@@ -164,25 +172,25 @@ __device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer,
                                              std::uint32_t* num_tokens) {
   constexpr int kRoundsPerLook = 32;  // at the peer's announcement
   const char* header = run.my_slot() + peer * layout::kUnitBytes;
-  uint4 unit = no_unit(run.tag);
+  uint4 unit = no_unit(run.tag());
   bool other = false;
   int round = 0;
   std::uint64_t seen;
   const bool there = wait_in_line(
-      run.scope, layout::WaitPhase::kRouting, peer, run.tag,
+      run.scope(), layout::WaitPhase::kRouting, peer, run.tag(),
       [&] {
         unit = ptx::ld_relaxed_sys_16(header);
         if (watch && ++round % kRoundsPerLook == 0) {
-          const layout::Announce& record = announcement(run.scope, peer);
+          const layout::Announce& record = announcement(run.scope(), peer);
           other =
-              ptx::ld_acquire_sys(&record.epoch) == run.scope.epoch &&
+              ptx::ld_acquire_sys(&record.epoch) == run.state.epoch &&
               (record.status != static_cast<std::uint32_t>(layout::CallStatus::kOk) || record.hash != run.call.hash);
         }
         return std::uint64_t{unit.w};
       },
-      [&](std::uint64_t tag) { return other || tag == run.tag; }, &seen);
+      [&](std::uint64_t tag) { return other || tag == run.tag(); }, &seen);
   if (!there) return false;
-  if (unit.w != run.tag && !other) {  // masked meanwhile
+  if (unit.w != run.tag() && !other) {  // masked meanwhile
     *num_tokens = 0;
     return true;
   }
@@ -191,15 +199,15 @@ __device__ __forceinline__ bool await_header(const LowLatencyRun& run, int peer,
     *num_tokens = min(unit.x, static_cast<std::uint32_t>(run.call.max_tokens));
     return true;
   }
-  if (watch && wait_for_announcement(run.scope, peer, run.call.hash) != layout::NotifyOutcome::kFailed)
-    ptx::st_relaxed_gpu(&run.state().trouble[run.slot], run.scope.epoch);
+  if (watch && wait_for_announcement(run.scope(), peer, run.call.hash) != layout::NotifyOutcome::kFailed)
+    ptx::st_relaxed_gpu(&run.words().trouble[run.state.slot], run.state.epoch);
   return false;
 }
 
 // H1. One warp of the grid: this rank's header to every peer.
 __device__ __forceinline__ void send_header(const LowLatencyRun& run, std::int64_t num_tokens) {
   const uint4 header = make_uint4(static_cast<std::uint32_t>(num_tokens), static_cast<std::uint32_t>(run.call.hash),
-                                  static_cast<std::uint32_t>(run.call.hash >> 32), run.tag);
+                                  static_cast<std::uint32_t>(run.call.hash >> 32), run.tag());
 #pragma unroll 1
   for (int peer = lane_id(); peer < run.num_ranks(); peer += 32)
     if (run.is_live(peer)) ptx::st_relaxed_sys_16(run.slot_of(peer) + run.rank() * layout::kUnitBytes, header);
@@ -209,8 +217,8 @@ __device__ __forceinline__ void send_header(const LowLatencyRun& run, std::int64
 // next call may write its slot; this call's marks for later launches.
 __device__ __forceinline__ void tell_peers(const LowLatencyRun& run, std::int64_t num_tokens) {
   const LowLatencyCall& call = run.call;
-  const layout::LowLatencyState& state = run.state();
-  const int next = static_cast<int>((run.scope.epoch + 1) % layout::kLowLatencySlots);
+  const layout::LowLatencyState& state = run.words();
+  const int next = static_cast<int>((run.state.epoch + 1) % layout::kLowLatencySlots);
   const std::uint64_t sent = ptx::ld_relaxed_gpu(&state.sent_epoch[next]);
   const std::uint64_t trouble = ptx::ld_relaxed_gpu(&state.trouble[next]);
   std::uint64_t done[layout::kLowLatencySlots];
@@ -222,22 +230,21 @@ __device__ __forceinline__ void tell_peers(const LowLatencyRun& run, std::int64_
     if (!run.is_live(peer)) continue;
     const std::uint64_t read = ptx::ld_relaxed_sys(run.consumed(run.rank(), next, peer));
     if (run.sends())
-      fill_announcement(run.scope, peer, call.signature, call.hash, num_tokens, layout::Place{}, layout::Place{});
+      fill_announcement(run.scope(), peer, call.signature, call.hash, num_tokens, layout::Place{}, layout::Place{});
     ptx::fence_acq_rel_sys();
 #pragma unroll
     for (int i = 0; i < layout::kLowLatencySlots; ++i) ptx::st_relaxed_sys(run.consumed(peer, i, run.rank()), done[i]);
     if (!run.sends()) continue;
-    ptx::st_relaxed_sys(
-        &run.scope.domain.words.announce(run.scope.domain.workspaces[peer], run.scope.epoch, run.rank()).epoch,
-        run.scope.epoch);
+    ptx::st_relaxed_sys(&run.domain.words.announce(run.domain.workspaces[peer], run.state.epoch, run.rank()).epoch,
+                        run.state.epoch);
     ready = ready && (sent == trouble || peer == run.rank() || read >= sent);
   }
   ready = __all_sync(0xffffffffu, ready);
   if (lane_id() != 0) return;
-  layout::LowLatencyState& marks = run.state();
-  if (run.sends() && ready) ptx::st_relaxed_gpu(&marks.ready_epoch, run.scope.epoch + 1);
-  if (run.receives()) ptx::st_relaxed_gpu(&marks.done_epoch[run.slot], run.scope.epoch);
-  if (call.half == LowLatencyHalf::kSend) ptx::st_relaxed_gpu(call.epoch, run.scope.epoch);
+  layout::LowLatencyState& marks = run.words();
+  if (run.sends() && ready) ptx::st_relaxed_gpu(&marks.ready_epoch, run.state.epoch + 1);
+  if (run.receives()) ptx::st_relaxed_gpu(&marks.done_epoch[run.state.slot], run.state.epoch);
+  if (call.half == LowLatencyHalf::kSend) ptx::st_relaxed_gpu(call.epoch, run.state.epoch);
 }
 
 // K1. The same warp waits for the headers of all peers, which tells how long each kept this rank waiting, and calls
@@ -288,6 +295,10 @@ struct ExpertRanks {
   }
 };
 
+// Ranks as bits: what is common has at most 32.
+template <bool kPlain>
+using RankBits = std::conditional_t<kPlain, std::uint32_t, std::uint64_t>;
+
 // A token's entries lie in lanes, entry k in lane k; of more than 32, half by half.
 inline constexpr int kHalf = 32;
 static_assert(layout::kMaxTopk <= 2 * kHalf);
@@ -312,20 +323,23 @@ __device__ __forceinline__ std::int32_t checked_id(std::int64_t id, int num_expe
   return id >= 0 && id < num_experts ? static_cast<std::int32_t>(id) : -1;
 }
 
-// The ranks of a token's experts as bits; `first` is the id of this lane's entry of the first half. The whole warp.
+// The ranks of a token's experts; `first` is the id of this lane's entry of the first half. The whole warp.
 template <bool kPlain>
-__device__ __forceinline__ std::uint64_t ranks_of(const LowLatencyRun& run, const TopkIds& ids, std::int64_t token,
-                                                  std::int32_t first, const ExpertRanks& experts) {
-  std::uint64_t bits = 0;
-  if (first >= 0) bits = std::uint64_t{1} << experts.rank_of(static_cast<std::uint32_t>(first));
-  if (!kPlain && ids.topk > kHalf) {
-    const std::int32_t second = checked_id(raw_id(ids, token, entry_of_lane(1)), run.call.num_experts);
-    if (second >= 0) bits |= std::uint64_t{1} << experts.rank_of(static_cast<std::uint32_t>(second));
+__device__ __forceinline__ RankBits<kPlain> ranks_of(const LowLatencyRun& run, const TopkIds& ids, std::int64_t token,
+                                                     std::int32_t first, const ExpertRanks& experts) {
+  RankBits<kPlain> bits = 0;
+  if (first >= 0) bits = RankBits<kPlain>{1} << experts.rank_of(static_cast<std::uint32_t>(first));
+  if constexpr (kPlain) {
+    return __reduce_or_sync(0xffffffffu, bits) & static_cast<std::uint32_t>(run.state.live);
+  } else {
+    if (ids.topk > kHalf) {
+      const std::int32_t second = checked_id(raw_id(ids, token, entry_of_lane(1)), run.call.num_experts);
+      if (second >= 0) bits |= std::uint64_t{1} << experts.rank_of(static_cast<std::uint32_t>(second));
+    }
+    const std::uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits));
+    const std::uint32_t high = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits >> 32));
+    return (low | static_cast<std::uint64_t>(high) << 32) & run.state.live;
   }
-  const std::uint32_t low = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits));
-  if (run.num_ranks() <= 32) return low & run.live;
-  const std::uint32_t high = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(bits >> 32));
-  return (low | static_cast<std::uint64_t>(high) << 32) & run.live;
 }
 
 // Whether this lane's entry, with the expert `id`, has that in common with an entry further to the front.
@@ -351,11 +365,13 @@ __device__ __forceinline__ float merged_weight(const TopkIds& ids, std::int64_t 
   return sum;
 }
 
+__device__ __forceinline__ int first_of(std::uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+__device__ __forceinline__ int first_of(std::uint64_t bits) { return __ffsll(static_cast<long long>(bits)) - 1; }
 // Calls `body(rank)` for each bit.
-template <typename Body>
-__device__ __forceinline__ void for_each_rank(std::uint64_t bits, Body body) {
+template <typename Bits, typename Body>
+__device__ __forceinline__ void for_each_rank(Bits bits, Body body) {
 #pragma unroll 1
-  for (; bits != 0; bits &= bits - 1) body(__ffsll(static_cast<long long>(bits)) - 1);
+  for (; bits != 0; bits &= bits - 1) body(first_of(bits));
 }
 
 // Which warps carry rows, and this one among them: neighbours are in the same block as far as it goes, so that parts of
@@ -365,11 +381,6 @@ struct Carriers {
   __device__ explicit Carriers(int warps_per_block)
       : mine(static_cast<int>(blockIdx.x) * warps_per_block + static_cast<int>(threadIdx.x / 32)),
         count(warps_per_block * static_cast<int>(gridDim.x)) {}
-  // This warp's first task, if the warp with number `first` has task 0.
-  __device__ int task_from(int first) const {
-    const int task = mine - first % count;
-    return task < 0 ? task + count : task;
-  }
 };
 
 }  // namespace deep_moe::kernels

@@ -33,6 +33,11 @@ struct Numbers<__nv_bfloat16> {
     };
     return bits(values[0]) | bits(values[1]) << 16;
   }
+  // The same, but a NaN is 0x7fff.
+  __device__ __forceinline__ static std::uint32_t put_pair(const float* values) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[0], values[1]);
+    return __bfloat16_as_ushort(pair.x) | std::uint32_t{__bfloat16_as_ushort(pair.y)} << 16;
+  }
 };
 
 template <>
@@ -46,6 +51,10 @@ struct Numbers<__half> {
       return std::uint32_t{value == value ? __half_as_ushort(__float2half_rn(value)) : std::uint16_t{0x7e00}};
     };
     return bits(values[0]) | bits(values[1]) << 16;
+  }
+  __device__ __forceinline__ static std::uint32_t put_pair(const float* values) {
+    const __half2 pair = __floats2half2_rn(values[0], values[1]);
+    return __half_as_ushort(pair.x) | std::uint32_t{__half_as_ushort(pair.y)} << 16;
   }
 };
 
@@ -64,6 +73,28 @@ __device__ __forceinline__ float number(const uint4& vector, int i) {
   constexpr int kPerWord = Numbers<T>::kPerWord;
   const int word = i / kPerWord;
   return Numbers<T>::get(word == 0 ? vector.x : word == 1 ? vector.y : word == 2 ? vector.z : vector.w, i % kPerWord);
+}
+
+// A vector of numbers. NaNs are looked for in all of it at once, for there are none.
+template <typename T>
+__device__ __forceinline__ uint4 rounded_vector(const float* values) {
+  constexpr int kPerWord = Numbers<T>::kPerWord;
+  if constexpr (kPerWord == 1) {
+    return make_uint4(Numbers<T>::put(values), Numbers<T>::put(values + 1), Numbers<T>::put(values + 2),
+                      Numbers<T>::put(values + 3));
+  } else {
+    std::uint32_t words[4], most = 0;  // largest magnitudes, of two numbers
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] = Numbers<T>::put_pair(values + 2 * i);
+      most = __vmaxu2(most, words[i] & 0x7fff7fffu);
+    }
+    if (max(most & 0xffffu, most >> 16) == 0x7fffu) [[unlikely]] {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = Numbers<T>::put(values + 2 * i);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
 }
 
 template <typename T>

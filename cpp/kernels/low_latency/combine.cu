@@ -3,148 +3,149 @@
 
 #include <algorithm>
 
-#include "kernels/low_latency/combine_own.cuh"
+#include "kernels/low_latency/combine_task.cuh"
 #include "kernels/low_latency/launch.hpp"
 
 namespace deep_moe::kernels {
 namespace {
 
-constexpr int kMostBuffers = static_cast<int>(sizeof(RowBuffer)) * LowLatencyTuning::kCombineCarriers;
 constexpr int kMostThreads = 32 * (LowLatencyTuning::kCombineCarriers + LowLatencyTuning::kCombineOthers);
+constexpr int kNarrowThreads = 32 * (LowLatencyTuning::kNarrowCombine + LowLatencyTuning::kCombineOthers);
 
-// Tasks of a holder: parts of tokens of all owners, in one launch but for this rank.
-struct HeldTasks {
+// Which token a task is of: parts of tokens of all owners, in one launch but for this rank; then this rank's own.
+struct CombineTasks {
   const LowLatencyCombineParams& params;
-  int owners, without;
-  __device__ HeldTasks(const LowLatencyCombineParams& params_, const DeviceDomain& domain)
+  int rank, without;  // without: that is no owner of rows held for others
+  int owners;
+  int num_held;  // tokens of them
+  int num_own;
+
+  __device__ CombineTasks(const LowLatencyCombineParams& params_, const DeviceDomain& domain, LowLatencyHalf part)
       : params(params_),
-        owners(domain.num_ranks - (params.args.call.half == LowLatencyHalf::kBoth ? 1 : 0)),
-        without(owners < domain.num_ranks ? domain.rank : domain.num_ranks) {}
-  __device__ __forceinline__ void find(int task, int* owner, int* token, int* part) const {
-    std::uint32_t rest;
-    const std::uint32_t item = params.by_parts.divide(static_cast<std::uint32_t>(task), &rest);
-    *part = static_cast<int>(rest);
-    *token = owners > 0 ? static_cast<int>(params.by_owners.divide(item, &rest)) : INT32_MAX;
-    *owner = static_cast<int>(rest);
-    if (*owner >= without) ++*owner;
+        rank(domain.rank),
+        without(part == LowLatencyHalf::kBoth ? domain.rank : domain.num_ranks),
+        owners(part == LowLatencyHalf::kReceive ? 0
+               : without < domain.num_ranks     ? domain.num_ranks - 1
+                                                : domain.num_ranks),
+        num_own(part == LowLatencyHalf::kSend ? 0 : static_cast<int>(params.args.ids.num_tokens)) {
+    // As if all ranks had as many.
+    guess(static_cast<int>(params.args.ids.num_tokens));
+  }
+  __device__ __forceinline__ void guess(int most_tokens) { num_held = most_tokens * owners; }
+
+  // False: there is no such task.
+  template <class Task>
+  __device__ __forceinline__ bool find(int number, Task* task) const {
+    std::uint32_t part, owner;
+    const int item = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(number), &part));
+    task->part = static_cast<int>(part);
+    task->is_own = item >= num_held;
+    if (task->is_own) {
+      task->owner = rank;
+      task->token = item - num_held;
+      return task->token < num_own;
+    }
+    task->token = static_cast<int>(params.by_owners.divide(static_cast<std::uint32_t>(item), &owner));
+    task->owner = static_cast<int>(owner);
+    if (task->owner >= without) ++task->owner;
+    return true;
   }
 };
 
 struct CombineShared {
-  WaitFailure failure;
-  int arrived;
+  CallState call;
+  int most_tokens;  // of any owner
+  int num_tokens[layout::kMaxKernelRanks];
 };
 
 // A warp that carries rows.
-template <typename T, class Width, bool kByExpert>
-__device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyCombineParams& params,
-                                      int num_arrivals, CombineShared& shared, RowBuffer* buffer) {
+template <typename T, class Width, LowLatencyHalf kHalf_, bool kByExpert>
+__device__ __forceinline__ void carry(const LowLatencyRun& run, const LowLatencyCombineParams& params,
+                                      const CombineShared& shared) {
+  using Task = CombineTask<T, Width, kHalf_, kByExpert>;
+  constexpr bool kHolds = kHalf_ != LowLatencyHalf::kReceive;
   const LowLatencyCombineArgs& args = params.args;
-  const int topk = args.ids.topk;
   const Carriers carriers(params.num_carriers);
-  const HeldTasks tasks(params, domain);
-  const bool sends = args.call.half != LowLatencyHalf::kReceive, receives = args.call.half != LowLatencyHalf::kSend;
-  const int num_tokens = static_cast<int>(args.ids.num_tokens), num_own = receives ? num_tokens * params.num_parts : 0;
-  // As if all ranks had as many tokens; then, what they have.
-  const int guess = sends ? num_tokens * tasks.owners * params.num_parts : 0;
-  const int first_own = carriers.task_from(guess);
-  int owner = 0, token = 0, part = 0;
-  OwnEntry own;  // or, as a holder, its row alone
-  TokenCounts counts;
-  std::uint32_t rest;
-  int own_token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(first_own), &rest));
-  int own_part = static_cast<int>(rest);
-  tasks.find(carriers.mine, &owner, &token, &part);
-  const bool holds_first = carriers.mine < guess;
-  {
-    const std::int32_t* count = TokenCounts::address(args);
-    const HeldRow::Address first(args, holds_first ? owner : domain.rank, holds_first ? token : own_token);
-    ptx::griddepcontrol_wait();
-    if (sends) counts.load(args, count, domain.num_ranks);
-    if (holds_first)
-      own.held.load(first, topk, 0);
-    else if (first_own < num_own)
-      own.load(args, first, own_token, 0);
-  }
-  LowLatencyRun run = begin_call(domain, args.call, params.hot, &shared.failure);
+  CombineTasks tasks(params, run.domain, kHalf_);
+  typename Task::Item next;
+  bool is_there = tasks.find(carriers.mine, &next);
+  ptx::griddepcontrol_wait();
+  if (is_there) next.load(args);
+  __syncthreads();
   if (params.early) ptx::griddepcontrol_launch_dependents();
-  bool is_own_loaded = !holds_first;
-  bool ok = sends ? await_slot(run) : !run.failed;
-  if (ok && sends) {
-    counts.leave_out_masked(run);
-    const int most = counts.most();
-    bool is_loaded = holds_first;
-#pragma unroll 1
-    for (int task = carriers.mine; ok && token < most;) {
-      // The next one's words are asked for before this one's rows are.
-      const int this_owner = owner, this_token = token, this_part = part;
-      const bool there = token < counts.of(owner);
-      if (there && !is_loaded) own.held.load(HeldRow::Address(args, owner, token), topk, 0);
-      const HeldRow held = own.held;
-      task += carriers.count;
-      tasks.find(task, &owner, &token, &part);
-      is_loaded = token < most && token < counts.of(owner);
-      if (is_loaded) own.held.load(HeldRow::Address(args, owner, token), topk, 0);
-      if (is_loaded || there) is_own_loaded = false;
-      if (there) ok = send_held<T, Width, kByExpert>(run, params, buffer, held, this_owner, this_token, this_part);
-    }
+  if (kHolds && shared.most_tokens != static_cast<int>(args.ids.num_tokens)) [[unlikely]] {
+    tasks.guess(shared.most_tokens);
+    is_there = tasks.find(carriers.mine, &next);
+    if (is_there) next.load(args);
   }
-  Arrival arrival(&shared.arrived, num_arrivals);
-  arrival.make(run);
-  if (ok && receives && first_own < num_own) {
-    if (!is_own_loaded) own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
+  bool ok = !run.state.failed;
 #pragma unroll 1
-    for (int task = first_own; ok && task < num_own;) {
-      const OwnEntry entry = own;
-      const int this_token = own_token, this_part = own_part;
-      task += carriers.count;
-      if (task < num_own) {
-        own_token = static_cast<int>(params.by_parts.divide(static_cast<std::uint32_t>(task), &rest));
-        own_part = static_cast<int>(rest);
-        own.load(args, HeldRow::Address(args, domain.rank, own_token), own_token, 0);
-      }
-      ok = receive_own<T, Width, kByExpert>(run, params, buffer, entry, this_token, this_part);
-    }
+  for (int number = carriers.mine; ok && is_there;) {
+    // The next one's words are asked for before this one's rows are.
+    Task task{run, params, next};
+    number += carriers.count;
+    is_there = tasks.find(number, &next);
+    if (is_there) next.load(args);
+    if (!kHolds || task.item.is_own || task.item.token < shared.num_tokens[task.item.owner]) ok = task.work();
   }
-  arrival.finish(run, ok);
+  leave(run, ok);
 }
 
-// The warp beside them: weights ahead, and in the first block what peers are told and how they are watched.
+// The warp beside them: the call itself, weights ahead, and in the first block what peers are told and how they are
+// watched.
 template <bool kPlain>
-__device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyCombineParams& params,
-                                      int num_arrivals, CombineShared& shared) {
+__device__ __forceinline__ void guard(const LowLatencyRun& run, const LowLatencyCombineParams& params,
+                                      CombineShared& shared) {
+  CallEntry entry;
   ptx::griddepcontrol_wait();
-  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
-  Arrival arrival(&shared.arrived, num_arrivals);
-  bool ok = run.sends() ? await_slot(run) : !run.failed;
+  if (run.sends()) {
+    int most = 0;
+#pragma unroll 1
+    for (int owner = lane_id(); owner < run.num_ranks(); owner += 32)
+      most = max(most, shared.num_tokens[owner] = num_tokens_of(run, params.args, owner));
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane_id() == 0) shared.most_tokens = most;
+  }
+  entry.begin(run);
+  __syncthreads();
+  entry.arrive(run);
+  bool ok = !run.state.failed;
   if (ok && run.sends()) {
     if (blockIdx.x == 0) send_header(run, params.args.ids.num_tokens);
     send_weights<kPlain>(run, params);
   }
-  arrival.make(run);
   if (ok && blockIdx.x == 0) tell_peers(run, params.args.ids.num_tokens);
   if (ok && run.receives() && blockIdx.x == 0) ok = watch_peers(run, [](int, std::uint32_t) {});
-  arrival.finish(run, ok);
+  entry.finish(run);
+  leave(run, ok);
 }
 
-template <typename T, class Width, bool kByExpert>
-__global__ void __launch_bounds__(kMostThreads, 1)
+template <typename T, class Width, LowLatencyHalf kHalf_, bool kByExpert>
+__global__ void __launch_bounds__(Width::kParts > 1 ? kNarrowThreads : kMostThreads, 1)
     combine_kernel(const __grid_constant__ DeviceDomain domain,
                    const __grid_constant__ LowLatencyCombineParams params) {
-  extern __shared__ __align__(16) char shared_memory[];
-  RowBuffer* const buffers = reinterpret_cast<RowBuffer*>(shared_memory);
   __shared__ CombineShared shared;
-  const int warp = static_cast<int>(threadIdx.x / 32), num_arrivals = params.num_carriers + 1;
-  if (threadIdx.x == 0) shared.arrived = shared.failure.claimed = 0;
+  const LowLatencyRun run{domain, params.args.call, params.hot, shared.call};
   const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
                                 touch(&params, params.args.call.staging.bases + domain.num_ranks) +
                                 touch(&params.args.call.staging.slot_bytes, &params + 1);
   ptx::keep(touched);
-  __syncthreads();
-  if (warp < params.num_carriers)
-    carry<T, Width, kByExpert>(domain, params, num_arrivals, shared, &buffers[warp]);
+  if (static_cast<int>(threadIdx.x / 32) < params.num_carriers)
+    carry<T, Width, kHalf_, kByExpert>(run, params, shared);
   else
-    guard<Width::kPlain>(domain, params, num_arrivals, shared);
+    guard<Width::kPlain>(run, params, shared);
+}
+
+// Calls body(kernel) for the kernel of a call; with `all` for every one there is.
+template <typename T, class Width, typename Body>
+void with_half(const LowLatencyCombineArgs& args, bool all, Body body) {
+  using enum LowLatencyHalf;
+  const LowLatencyHalf which = args.call.half;
+  if (all || which == kBoth) body(combine_kernel<T, Width, kBoth, false>);
+  if (all || (which == kSend && !args.by_expert)) body(combine_kernel<T, Width, kSend, false>);
+  if (all || (which == kSend && args.by_expert)) body(combine_kernel<T, Width, kSend, true>);
+  if (all || (which == kReceive && !args.by_expert)) body(combine_kernel<T, Width, kReceive, false>);
+  if (all || (which == kReceive && args.by_expert)) body(combine_kernel<T, Width, kReceive, true>);
 }
 
 template <typename Body>
@@ -199,42 +200,41 @@ void low_latency_combine(const DeviceDomain& domain, LowLatencyCombineArgs args,
   const std::int64_t sent =
       args.call.half == LowLatencyHalf::kReceive ? 0 : args.ids.num_tokens * (domain.num_ranks - (halves ? 0 : 1));
   const std::int64_t items = sent + (args.call.half == LowLatencyHalf::kSend ? 0 : args.ids.num_tokens);
-  const bool plain = args.ids.topk <= kHalf && params.x_alignment == 16 && params.out_alignment == 16;
+  const bool plain = args.ids.topk <= kHalf && params.x_alignment == 16 && params.out_alignment == 16 &&
+                     params.is_dense && domain.num_ranks <= 32;
   params.num_parts = params.slot.num_tiles * Narrow::kParts;
   const bool narrow = plain && is_narrow(args.call, items * params.num_parts, LowLatencyTuning::kNarrowCombine);
   if (!narrow) params.num_parts = params.slot.num_tiles;
   check_range("parts of a call", args.call.max_tokens * (domain.num_ranks + 1) * params.num_parts, 0, INT32_MAX);
-  const LowLatencyGrid grid(args.call, items * params.num_parts, LowLatencyTuning::kCombineCarriers);
+  const LowLatencyGrid grid(args.call, items * params.num_parts,
+                            narrow ? LowLatencyTuning::kNarrowCombine : LowLatencyTuning::kCombineCarriers);
   params.by_parts = Divisor(static_cast<std::uint32_t>(params.num_parts));
   params.by_owners = Divisor(static_cast<std::uint32_t>(std::max(domain.num_ranks - (halves ? 0 : 1), 1)));
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kCombineOthers;
   const auto start = [&](void (*kernel)(DeviceDomain, LowLatencyCombineParams)) {
     params.early = args.call.early && fits_twice(kernel, warps);
-    launch(kernel, grid.blocks, warps, narrow ? 0 : sizeof(RowBuffer) * static_cast<std::size_t>(grid.carriers), stream,
-           true, "launch of low_latency_combine", domain, params);
+    launch(kernel, grid.blocks, warps, 0, stream, true, "launch of low_latency_combine", domain, params);
   };
   with_type(args.type, [&](auto number) {
     using T = decltype(number);
     if (narrow)
-      start(args.by_expert ? combine_kernel<T, Narrow, true> : combine_kernel<T, Narrow, false>);
+      with_half<T, Narrow>(args, false, start);
     else if (plain)
-      start(args.by_expert ? combine_kernel<T, Wide, true> : combine_kernel<T, Wide, false>);
+      with_half<T, Wide>(args, false, start);
     else
-      start(args.by_expert ? combine_kernel<T, General, true> : combine_kernel<T, General, false>);
+      with_half<T, General>(args, false, start);
   });
 }
 
 void prepare_low_latency_combine() {
+  const auto load = [](auto* kernel) { load_kernel(kernel, 0); };
   for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32})
     with_type(type, [&](auto number) {
       using T = decltype(number);
-      load_kernel(combine_kernel<T, Narrow, false>, 0);
-      load_kernel(combine_kernel<T, Narrow, true>, 0);
-      load_kernel(combine_kernel<T, Wide, false>, kMostBuffers);
-      load_kernel(combine_kernel<T, Wide, true>, kMostBuffers);
-      load_kernel(combine_kernel<T, General, false>, kMostBuffers);
-      load_kernel(combine_kernel<T, General, true>, kMostBuffers);
+      with_half<T, Narrow>({}, true, load);
+      with_half<T, Wide>({}, true, load);
+      with_half<T, General>({}, true, load);
     });
 }
 

@@ -11,186 +11,208 @@ namespace deep_moe::kernels {
 namespace {
 
 constexpr int kMostThreads = 32 * (LowLatencyTuning::kDispatchCarriers + LowLatencyTuning::kDispatchOthers);
+constexpr int kNarrowThreads = 32 * (LowLatencyTuning::kNarrowDispatch + LowLatencyTuning::kDispatchOthers);
+constexpr int kMostCountBytes = 196 * 1024;
 
-// All carriers of the block and its writer.
-__device__ __forceinline__ void meet(const LowLatencyDispatchParams& params) {
+// Barriers of the warps that carry rows and the writer: the first for the writer alone, of what they have counted.
+constexpr int kCountedBarrier = 1, kTableBarrier = 3;
+__device__ __forceinline__ int num_counting(const LowLatencyDispatchParams& params) {
+  return 32 * (params.num_carriers + 1);
+}
+// All of them. False: leave.
+__device__ __forceinline__ bool meet(const LowLatencyDispatchParams& params, DispatchShared& shared, bool ok) {
+  if (!ok) shared.failed = 1;
   __syncwarp();
-  ptx::barrier_sync(1, 32 * (params.num_carriers + 1));
+  ptx::barrier_sync(kTableBarrier, num_counting(params));
+  return shared.failed == 0;
 }
 
-template <bool kPlain>
-__device__ __forceinline__ Receiver<kPlain> receiver_of(const LowLatencyRun& run,
-                                                        const LowLatencyDispatchParams& params,
-                                                        const BitTable<kPlain>& table, const DispatchShared& shared) {
+__device__ __forceinline__ Receiver receiver_of(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
+                                                const ExpertCounts& counts, const DispatchShared& shared) {
   const layout::ExpertBlocks experts(run.call.num_experts, run.num_ranks());
   return {run,
           params,
-          table,
+          counts,
           shared,
           experts.first_expert(run.rank()),
           experts.num_local_experts(run.rank()),
-          {0, params.chunk_words},
           static_cast<std::int32_t>(run.call.max_tokens) * run.num_ranks()};
 }
 
-// R2, for the chunk of `at`: what a carrier, or with `gathers` false the writer, does until all bits are set; `ok` is
-// how it has fared so far. False, in all of them: leave.
-template <bool kPlain>
-__device__ __forceinline__ bool fill_table(const Receiver<kPlain>& at, DispatchShared& shared, bool gathers, bool ok) {
-  const LowLatencyDispatchParams& params = at.params;
-  int first = 0, end = static_cast<int>(params.args.num_tokens);  // as if all sources had as many
-#pragma unroll 1
-  for (int i = 0;; ++i) {
-    if (ok && gathers)
-      // From the last carrier on, which are the first ones that send nothing.
-      ok = gather_ids(at, first, end, 32 * params.num_carriers - 1 - static_cast<int>(threadIdx.x),
-                      32 * params.num_carriers);
-    if (!ok) shared.failed[i] = 1;
-    meet(params);
-    if (shared.failed[i] != 0) return false;
-    if (shared.most_tokens <= end) return true;
-    first = end, end = shared.most_tokens;
-  }
-}
+// Which of this rank's parts of tokens a warp of the block has, and which of those that come in.
+template <LowLatencyHalf kHalf_>
+struct DispatchTasks {
+  const LowLatencyDispatchParams& params;
+  const BlockShare& share;
+  int warp, num_sent, rank;
 
-// To the next chunk, if there is one.
-template <bool kPlain>
-__device__ __forceinline__ bool next_chunk(Receiver<kPlain>& at, int thread, int threads) {
-  const LowLatencyDispatchParams& params = at.params;
-  if (kPlain || at.chunk.end >= params.num_words) return false;
-  meet(params);
-  at.table.fold(thread, threads);
-  meet(params);
-  at.table.clear(thread, threads);
-  meet(params);
-  at.chunk = {at.chunk.end, min(at.chunk.end + params.chunk_words, params.num_words)};
-  return true;
-}
+  __device__ DispatchTasks(const LowLatencyDispatchParams& params_, const BlockShare& share_, int rank_)
+      : params(params_),
+        share(share_),
+        warp(static_cast<int>(threadIdx.x / 32)),
+        num_sent(kHalf_ == LowLatencyHalf::kReceive ? 0 : (share_.end - share_.begin) * params_.piece),
+        rank(rank_) {}
+  // False: there is none; one that has no part of a token gets a part that there is not.
+  __device__ __forceinline__ bool find_sent(int number, int* token, int* part) const {
+    int item;
+    *part = share.part_of(params, number, &item);
+    *token = share.begin + item;
+    return number < num_sent;
+  }
+  // The first warps that send nothing are the first to receive.
+  __device__ __forceinline__ int first_received() const {
+    const int first = warp - num_sent % params.num_carriers;
+    return first < 0 ? first + params.num_carriers : first;
+  }
+  template <class Part>
+  __device__ __forceinline__ void find_received(int number, Part* part) const {
+    int item;
+    std::uint32_t source;
+    part->part = share.part_of(params, number, &item);
+    const int token = static_cast<int>(params.by_sources.divide(static_cast<std::uint32_t>(item), &source));
+    part->src =
+        static_cast<int>(source) + (kHalf_ == LowLatencyHalf::kBoth && static_cast<int>(source) >= rank ? 1 : 0);
+    part->token = share.first_token + token * params.stride;
+  }
+};
 
 // A warp that carries rows.
-template <class Rows, class Width>
-__device__ __forceinline__ void carry(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
-                                      const BitTable<Width::kPlain>& table, DispatchShared& shared, int num_arrivals,
-                                      TileBuffer* buffer) {
-  const Carriers carriers(params.num_carriers);
-  const bool sends = params.args.call.half != LowLatencyHalf::kReceive;
-  const int num_sends = sends ? static_cast<int>(params.args.num_tokens) * params.num_row_tasks : 0;
-  const int first_task = carriers.task_from(num_sends);
+template <class Rows, class Width, LowLatencyHalf kHalf_>
+__device__ __forceinline__ void carry(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
+                                      const ExpertCounts& counts, DispatchShared& shared, TileBuffer* buffer) {
+  constexpr bool kSends = kHalf_ != LowLatencyHalf::kReceive, kReceives = kHalf_ != LowLatencyHalf::kSend;
+  const BlockShare share(params);
+  const DispatchTasks<kHalf_> tasks(params, share, run.rank());
   SentPart<Rows, Width> sent;
+  int number = tasks.warp, token, part;
+  bool is_there = kSends && tasks.find_sent(number, &token, &part);
+  TokenCounter<Width::kPlain> counter(params);
   ptx::griddepcontrol_wait();
-  if (carriers.mine < num_sends) sent.load(params, carriers.mine);
-  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
+  if (kSends) counter.load();
+  if (is_there && part < params.num_row_tasks) sent.load(params, token, part);
+  __syncthreads();
   if (params.early) ptx::griddepcontrol_launch_dependents();
-  bool ok = carriers.mine < num_sends ? await_slot(run) : !run.failed;
-#pragma unroll 1
-  for (int task = carriers.mine; ok && task < num_sends; task += carriers.count) {
-    if (task != carriers.mine) sent.load(params, task);
-    sent.send(run, params, buffer);
+  if (kSends) {
+    counter.count(share, counts);
+    __syncwarp();
+    ptx::barrier_arrive(kCountedBarrier, num_counting(params));
   }
-  Arrival arrival(&shared.arrived, num_arrivals);
-  arrival.make(run);
-  if (!run.receives()) return arrival.finish(run, ok);
-
-  auto at = receiver_of(run, params, table, shared);
-  ReceivedPart<Rows, Width> part;
-  const auto set = [&](int task) {
-    std::uint32_t part_of_row, source;
-    const std::uint32_t item = params.by_row_tasks.divide(static_cast<std::uint32_t>(task), &part_of_row);
-    const int token = static_cast<int>(params.by_ranks.divide(item, &source));
-    part.set(at, static_cast<int>(source), token, static_cast<int>(part_of_row));
-  };
-  set(first_task);
-  if (ok && part.token < params.args.num_tokens) part.load(at);
-  int round = 0;
-  do {
-    ok = fill_table(at, shared, true, ok);
-    if (!ok) break;
+  bool ok = !run.state.failed;
 #pragma unroll 1
-    for (int task = first_task; ok; task += carriers.count) {
-      if (task != first_task || round > 0) set(task);
-      if (part.token >= shared.most_tokens) break;
-      if (part.token >= static_cast<int>(shared.num_tokens[part.src]) || !at.in_chunk(part.src, part.token)) continue;
-      if (task != first_task || round > 0) part.load(at);
-      ok = part.receive(at, buffer);
+  while (ok && is_there) {
+    if (part < params.num_row_tasks) {
+      if (number != tasks.warp) sent.load(params, token, part);
+      sent.finish(params);
+      sent.template send<!kReceives>(run, params, buffer);
     }
-    ++round;
-  } while (next_chunk(at, static_cast<int>(threadIdx.x), 32 * (params.num_carriers + 1)));
-  arrival.finish(run, ok);
+    number += params.num_carriers;
+    is_there = tasks.find_sent(number, &token, &part);
+  }
+  if (!kReceives) return leave(run, ok);
+
+  // What comes in first is asked for ahead.
+  const Receiver at = receiver_of(run, params, counts, shared);
+  ReceivedPart<Rows, Width> received;
+  const int first = tasks.first_received();
+  const bool has_sources = kHalf_ == LowLatencyHalf::kReceive || run.num_ranks() > 1;
+  tasks.find_received(first, &received);
+  if (ok && has_sources && received.token < params.args.num_tokens)
+    received.load(at);
+  else
+    received.clear(run.tag());
+  // From the last carrier on, which are the first ones that send nothing.
+  if (ok)
+    ok = gather_counts<!kSends>(at, 32 * params.num_carriers - 1 - static_cast<int>(threadIdx.x),
+                                32 * params.num_carriers);
+  ok = meet(params, shared, ok);
+  if (kSends && ok) {
+    const bool is_only = tasks.warp + params.num_carriers >= tasks.num_sent;  // still in registers
+#pragma unroll 1
+    for (number = tasks.warp; tasks.find_sent(number, &token, &part); number += params.num_carriers) {
+      if (part >= params.num_row_tasks) continue;
+      if (!is_only) {
+        sent.load(params, token, part);
+        sent.finish(params);
+      }
+      place_own(at, share, buffer, sent);
+    }
+  }
+#pragma unroll 1
+  for (number = first; ok && has_sources; number += params.num_carriers) {
+    if (number != first) tasks.find_received(number, &received);
+    if (received.token >= shared.most_tokens) break;
+    if (received.token >= static_cast<int>(shared.num_tokens[received.src]) || received.part >= params.num_row_tasks)
+      continue;
+    if (number != first) received.load(at);
+    ok = received.receive(at, buffer);
+  }
+  leave(run, ok);
 }
 
-// The warp that sends ids and weights of this block's share of the tokens, ahead of all rows, and counts.
-template <bool kPlain>
-__device__ __forceinline__ void write_words(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
-                                            const BitTable<kPlain>& table, DispatchShared& shared, int num_arrivals,
-                                            ManyEntries& entries) {
-  const LowLatencyDispatchArgs& args = params.args;
-  const bool is_many = !kPlain && args.ids.topk > 32, sends = args.call.half != LowLatencyHalf::kReceive;
-  WordSender words(params);
-  const int per_group = is_many ? 1 : words.tokens_at_a_time();
-  const int num_groups = sends ? (static_cast<int>(args.num_tokens) + per_group - 1) / per_group : 0;
-  // From the last block on: the first one has more to do.
-  const int blocks = static_cast<int>(gridDim.x), block = blocks - 1 - static_cast<int>(blockIdx.x);
+// The warp that finds out about the call, and sends entries and weights of this block's tokens, and counts.
+template <bool kPlain, LowLatencyHalf kHalf_>
+__device__ __forceinline__ void write_words(const LowLatencyRun& run, const LowLatencyDispatchParams& params,
+                                            const ExpertCounts& counts, DispatchShared& shared) {
+  constexpr bool kSends = kHalf_ != LowLatencyHalf::kReceive, kReceives = kHalf_ != LowLatencyHalf::kSend;
+  const BlockShare share(params);
+  WordSender<kPlain, !kReceives> words(params, share);
+  const bool has_words = kSends && share.first_part == 0 && share.begin < share.end;
+  CallEntry entry;
+  if (lane_id() == 0) shared.failed = 0;
   ptx::griddepcontrol_wait();
-  if (!is_many && block < num_groups) words.load(block);
-  LowLatencyRun run = begin_call(domain, args.call, params.hot, &shared.failure);
-  bool ok = sends ? await_slot(run) : !run.failed;
-  if (ok && sends && blockIdx.x == 0) send_header(run, args.num_tokens);
+  if (has_words) words.load();
+  entry.begin(run);
+  __syncthreads();
+  entry.arrive(run);
+  bool ok = !run.state.failed;
+  if (kSends) {
+    ptx::barrier_sync(kCountedBarrier, num_counting(params));
+    if (ok) send_counts<!kReceives>(run, params, counts);
+    if (ok && has_words) words.send(run, counts);
+    if (kReceives) take_own_counts(receiver_of(run, params, counts, shared));
+  }
+  if (kReceives) {
+    // R1.
+    std::uint32_t most = 0;
 #pragma unroll 1
-  for (int group = block; ok && group < num_groups; group += blocks) {
-    if (is_many) {
-      send_many_words(run, params, group, entries);
-    } else {
-      if (group != block) words.load(group);
-      words.send(run);
+    for (int src = lane_id(); ok && src < run.num_ranks(); src += 32) {
+      std::uint32_t tokens = 0;
+      if (run.is_live(src)) ok = await_header(run, src, false, &tokens);
+      shared.num_tokens[src] = tokens;
+      most = max(most, tokens);
     }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (lane_id() == 0) shared.most_tokens = static_cast<int>(most);
+    ok = meet(params, shared, ok);
+    if (ok) count_rows(receiver_of(run, params, counts, shared));
   }
-  Arrival arrival(&shared.arrived, num_arrivals);
-  arrival.make(run);
-  if (!run.receives()) return arrival.finish(run, ok);
-  // R1.
-  std::uint32_t most = 0;
-#pragma unroll 1
-  for (int src = lane_id(); ok && src < run.num_ranks(); src += 32) {
-    std::uint32_t tokens = 0;
-    if (run.is_live(src)) ok = await_header(run, src, false, &tokens);
-    shared.num_tokens[src] = tokens;
-    most = max(most, tokens);
-  }
-  most = __reduce_max_sync(0xffffffffu, most);
-  if (lane_id() == 0) shared.most_tokens = static_cast<int>(most);
-  auto at = receiver_of(run, params, table, shared);
-  do {
-    ok = fill_table(at, shared, false, ok);
-    if (!ok) break;
-    count_rows(at);
-  } while (next_chunk(at, static_cast<int>(threadIdx.x), 32 * (params.num_carriers + 1)));
-  arrival.finish(run, ok);
+  entry.finish(run);
+  leave(run, ok);
 }
 
 // The warp of the first block that tells the peers about the call and watches them.
-__device__ __forceinline__ void guard(const DeviceDomain& domain, const LowLatencyDispatchParams& params,
-                                      DispatchShared& shared, int num_arrivals) {
+template <LowLatencyHalf kHalf_>
+__device__ __forceinline__ void guard(const LowLatencyRun& run, const LowLatencyDispatchParams& params) {
+  constexpr bool kSends = kHalf_ != LowLatencyHalf::kReceive;
   ptx::griddepcontrol_wait();
-  LowLatencyRun run = begin_call(domain, params.args.call, params.hot, &shared.failure);
-  Arrival arrival(&shared.arrived, num_arrivals);
-  bool ok = run.sends() ? await_slot(run) : !run.failed;
-  arrival.make(run);
+  __syncthreads();
+  bool ok = !run.state.failed;
+  if (ok && kSends) send_header(run, params.args.num_tokens);
   if (ok) tell_peers(run, params.args.num_tokens);
   if (ok && run.receives())
     ok = watch_peers(run, [&](int peer, std::uint32_t tokens) {
       const std::int64_t end = peer * (run.call.max_tokens + 1) + run.call.max_tokens;
       params.args.recv_pos[end * params.args.ids.topk] = static_cast<std::int32_t>(tokens);
     });
-  arrival.finish(run, ok);
+  leave(run, ok);
 }
 
-template <class Rows, class Width>
-__global__ void __launch_bounds__(kMostThreads, 1)
+template <class Rows, class Width, LowLatencyHalf kHalf_>
+__global__ void __launch_bounds__(Width::kParts > 1 ? kNarrowThreads : kMostThreads, 1)
     dispatch_kernel(const __grid_constant__ DeviceDomain domain,
                     const __grid_constant__ LowLatencyDispatchParams params) {
   extern __shared__ __align__(16) char shared_memory[];
   __shared__ DispatchShared shared;
-  __shared__ ManyEntries entries;
   const int warp = static_cast<int>(threadIdx.x / 32);
   TileBuffer* buffer = nullptr;
   if constexpr (!kCasts<Rows>) {
@@ -198,22 +220,24 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     buffer = &buffers[min(warp, LowLatencyTuning::kDispatchCarriers - 1)];
   }
   const layout::ExpertBlocks experts(params.args.call.num_experts, domain.num_ranks);
-  const BitTable<Width::kPlain> table(shared_memory, params, experts.num_local_experts(domain.rank));
-  table.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
-  table.clear_before(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
-  if (threadIdx.x == 0) shared.arrived = shared.failed[0] = shared.failed[1] = shared.failure.claimed = 0;
+  const ExpertCounts counts(shared_memory, params, kHalf_ != LowLatencyHalf::kReceive,
+                            experts.num_local_experts(domain.rank));
+  // What is counted is added behind the block's meeting.
+  if (kHalf_ != LowLatencyHalf::kReceive) counts.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+  const LowLatencyRun run{domain, params.args.call, params.hot, shared.call};
   const std::uint32_t touched = touch(&domain, domain.workspaces + domain.num_ranks) +
                                 touch(&params, params.args.call.staging.bases + domain.num_ranks) +
                                 touch(&params.args.call.staging.slot_bytes, &params + 1);
   ptx::keep(touched);
-  __syncthreads();
-  const int num_arrivals = params.num_carriers + (blockIdx.x == 0 ? 2 : 1);
-  if (warp < params.num_carriers)
-    carry<Rows, Width>(domain, params, table, shared, num_arrivals, buffer);
-  else if (warp == params.num_carriers)
-    write_words(domain, params, table, shared, num_arrivals, entries);
-  else if (blockIdx.x == 0)
-    guard(domain, params, shared, num_arrivals);
+  if (warp < params.num_carriers) {
+    carry<Rows, Width, kHalf_>(run, params, counts, shared, buffer);
+  } else if (warp == params.num_carriers) {
+    write_words<Width::kPlain, kHalf_>(run, params, counts, shared);
+  } else if (blockIdx.x == 0) {
+    guard<kHalf_>(run, params);
+  } else {
+    __syncthreads();
+  }
 }
 
 template <typename Body>
@@ -226,23 +250,43 @@ void with_rows(const LowLatencyDispatchArgs& args, Body body) {
   }
 }
 
-constexpr std::size_t kMostTableBytes = 128 * 1024;
-
-// As much of the bit table as fits.
-void cut_table(LowLatencyDispatchParams& params, int num_ranks) {
-  const layout::ExpertBlocks experts_of(params.args.call.num_experts, num_ranks);
-  params.words_per_source = static_cast<int>((params.args.call.max_tokens + 31) / 32);
-  const std::int64_t words = static_cast<std::int64_t>(params.words_per_source) * num_ranks;
-  check_range("words of the bit table", words, 1, 1 << 28);
-  params.num_words = static_cast<int>((words + 3) / 4 * 4);
-  const std::size_t experts = layout::align_up(static_cast<std::size_t>(experts_of.max_local_experts()), 4);
-  const int most = static_cast<int>(kMostTableBytes / 4 / experts) - 1;  // one is for what was before
-  params.chunk_words = params.num_words <= most ? params.num_words : most >= 4 ? most / 4 * 4 : most >= 2 ? 2 : 1;
+// Calls body(kernel) for the kernel of a call. In the second half all casts are one.
+template <class Width, typename Body>
+void with_kernel(const LowLatencyDispatchArgs& args, LowLatencyHalf which, Body body) {
+  using enum LowLatencyHalf;
+  if (which == kReceive && args.cast) return body(dispatch_kernel<CastFrom<__nv_bfloat16>, Width, kReceive>);
+  with_rows(args, [&](auto rows) {
+    using Rows = decltype(rows);
+    if (which == kBoth) return body(dispatch_kernel<Rows, Width, kBoth>);
+    if (which == kSend) return body(dispatch_kernel<Rows, Width, kSend>);
+    if constexpr (!kCasts<Rows>) body(dispatch_kernel<Rows, Width, kReceive>);
+  });
 }
 
+// Blocks and warps for the tasks of a call, as if all ranks had as many tokens as this one; with more than that it
+// takes longer.
+struct DispatchGrid {
+  int blocks, carriers;
+  DispatchGrid(LowLatencyDispatchParams& params, int sources, int most_carriers) {
+    const int num_blocks = params.args.call.num_blocks;
+    // Where this rank has none, its peers may.
+    const int tokens = params.args.num_tokens > 0 ? static_cast<int>(params.args.num_tokens)
+                                                  : std::min(num_blocks, LowLatencyTuning::kFewestTokens);
+    params.per_block = (tokens + num_blocks - 1) / num_blocks;
+    params.stride = (tokens + params.per_block - 1) / params.per_block;
+    const int most_pieces = std::min(num_blocks / params.stride, params.num_row_tasks);
+    params.piece = (params.num_row_tasks + most_pieces - 1) / most_pieces;
+    params.num_pieces = (params.num_row_tasks + params.piece - 1) / params.piece;
+    blocks = params.stride * params.num_pieces;
+    const std::int64_t tasks = std::int64_t{params.per_block} * params.piece * sources;
+    carriers = static_cast<int>(std::clamp<std::int64_t>(tasks, LowLatencyTuning::kFewestCarriers, most_carriers));
+  }
+};
+
 layout::LowLatencyDispatchSlot slot_of(int num_ranks, const LowLatencyDispatchArgs& args) {
-  return layout::LowLatencyDispatchSlot(num_ranks, args.call.max_tokens, args.ids.topk, args.row_bytes,
-                                        args.scales.num_items * args.scales.item_bytes, args.cast, args.with_weights);
+  return layout::LowLatencyDispatchSlot(
+      num_ranks, args.call.max_tokens, layout::ExpertBlocks(args.call.num_experts, num_ranks).max_local_experts(),
+      args.ids.topk, args.row_bytes, args.scales.num_items * args.scales.item_bytes, args.with_weights);
 }
 
 }  // namespace
@@ -255,6 +299,7 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
   check_low_latency(domain, args.call, low_latency_slot_bytes(domain, args));
   check_ids(args.ids, args.call.num_experts, 0);
   check_range("num_tokens", args.num_tokens, 0, args.call.max_tokens);
+  check_range("max_tokens", args.call.max_tokens, 1, layout::kMostLowLatencyTokens);
   check_range("row_bytes", args.row_bytes, 16, INT32_MAX);
   if (args.row_bytes % 16 != 0) throw ArgumentError("row_bytes must be a multiple of 16");
   if (args.cast && args.row_bytes % kCastBlock != 0) throw ArgumentError("rows to be cast come in 128 elements");
@@ -270,51 +315,57 @@ void low_latency_dispatch(const DeviceDomain& domain, LowLatencyDispatchArgs arg
       static_cast<int>(args.cast ? args.row_bytes / kCastBlock / (args.ue8m0 ? 4 : 1) : args.scales.num_items);
   params.x_alignment = common_alignment(reinterpret_cast<std::uintptr_t>(args.x) |
                                         static_cast<std::uint64_t>(args.num_tokens > 1 ? args.row_stride : 0) | 16u);
-  cut_table(params, domain.num_ranks);
-  // As if all ranks had as many tokens as this one; with more than that it takes longer.
-  const std::int64_t items = (args.call.half == LowLatencyHalf::kReceive ? 0 : args.num_tokens) +
-                             (args.call.half == LowLatencyHalf::kSend ? 0 : args.num_tokens * domain.num_ranks);
+  const bool whole = args.call.half == LowLatencyHalf::kBoth, sends = args.call.half != LowLatencyHalf::kReceive;
+  // Of a token's parts: sent, as many received from each source.
+  const int sources = args.call.half == LowLatencyHalf::kSend ? 1 : domain.num_ranks;
   const auto set_parts = [&](int parts_per_tile) {
     params.num_parts = params.slot.num_tiles * parts_per_tile;
     params.num_row_tasks = params.num_parts + params.slot.num_scale_tiles;
     check_range("tasks of a call", args.call.max_tokens * (domain.num_ranks + 1) * params.num_row_tasks, 0, INT32_MAX);
   };
-  const bool plain = args.ids.topk <= kHalf && params.x_alignment == 16 && params.chunk_words == params.num_words;
+  const bool plain = args.ids.topk <= kHalf && params.x_alignment == 16 && domain.num_ranks <= 32;
   set_parts(Narrow::kParts);
-  const bool narrow = plain && is_narrow(args.call, items * params.num_row_tasks, LowLatencyTuning::kNarrowDispatch);
+  const bool narrow = plain && is_narrow(args.call, args.num_tokens * sources * params.num_row_tasks,
+                                         LowLatencyTuning::kNarrowDispatch);
   if (!narrow) set_parts(Wide::kParts);
-  params.by_row_tasks = Divisor(static_cast<std::uint32_t>(params.num_row_tasks));
-  params.by_id_units = Divisor(static_cast<std::uint32_t>(params.slot.num_id_units));
-  params.by_ranks = Divisor(static_cast<std::uint32_t>(domain.num_ranks));
-  const LowLatencyGrid grid(args.call, items * params.num_row_tasks, LowLatencyTuning::kDispatchCarriers);
+  const DispatchGrid grid(params, sources,
+                          narrow ? LowLatencyTuning::kNarrowDispatch : LowLatencyTuning::kDispatchCarriers);
+  params.by_piece = Divisor(static_cast<std::uint32_t>(params.piece));
+  params.by_num_pieces = Divisor(static_cast<std::uint32_t>(params.num_pieces));
+  params.by_sources = Divisor(static_cast<std::uint32_t>(std::max(domain.num_ranks - (whole ? 1 : 0), 1)));
+  params.by_count_units = Divisor(static_cast<std::uint32_t>(params.slot.num_count_units));
   params.num_carriers = grid.carriers;
   const int warps = grid.carriers + LowLatencyTuning::kDispatchOthers;
+  const std::int64_t count_bytes =
+      ExpertCounts::num_bytes(params, sends, domain.num_ranks, experts.num_local_experts(domain.rank));
+  if (count_bytes > kMostCountBytes)
+    throw ArgumentError("num_blocks is " + std::to_string(args.call.num_blocks) + "; allowed: more, for " +
+                        std::to_string(args.num_tokens) + " tokens and " + std::to_string(args.call.num_experts) +
+                        " experts");
   const auto start = [&](void (*kernel)(DeviceDomain, LowLatencyDispatchParams)) {
     params.early = args.call.early && fits_twice(kernel, warps);
-    launch(kernel, grid.blocks, warps, BitTable<false>::bytes(params, experts.num_local_experts(domain.rank)), stream,
-           true, "launch of low_latency_dispatch", domain, params);
+    launch(kernel, grid.blocks, warps, static_cast<std::size_t>(count_bytes), stream, true,
+           "launch of low_latency_dispatch", domain, params);
   };
-  with_rows(args, [&](auto rows) {
-    using Rows = decltype(rows);
-    if (narrow)
-      start(dispatch_kernel<Rows, Narrow>);
-    else if (plain)
-      start(dispatch_kernel<Rows, Wide>);
-    else
-      start(dispatch_kernel<Rows, General>);
-  });
+  if (narrow)
+    with_kernel<Narrow>(args, args.call.half, start);
+  else if (plain)
+    with_kernel<Wide>(args, args.call.half, start);
+  else
+    with_kernel<General>(args, args.call.half, start);
 }
 
 void prepare_low_latency_dispatch() {
-  const auto load = [&](auto rows) {
-    load_kernel(dispatch_kernel<decltype(rows), Narrow>, static_cast<int>(kMostTableBytes));
-    load_kernel(dispatch_kernel<decltype(rows), Wide>, static_cast<int>(kMostTableBytes));
-    load_kernel(dispatch_kernel<decltype(rows), General>, static_cast<int>(kMostTableBytes));
-  };
-  load(AsTheyAre{});
-  load(CastFrom<__nv_bfloat16>{});
-  load(CastFrom<__half>{});
-  load(CastFrom<float>{});
+  const auto load = [](auto* kernel) { load_kernel(kernel, kMostCountBytes); };
+  LowLatencyDispatchArgs args;
+  for (const bool cast : {false, true})
+    for (const SumType type : {SumType::kBf16, SumType::kFp16, SumType::kFp32})
+      for (const LowLatencyHalf which : {LowLatencyHalf::kBoth, LowLatencyHalf::kSend, LowLatencyHalf::kReceive}) {
+        args.cast = cast, args.x_type = type;
+        with_kernel<Narrow>(args, which, load);
+        with_kernel<Wide>(args, which, load);
+        with_kernel<General>(args, which, load);
+      }
 }
 
 }  // namespace deep_moe::kernels

@@ -9,4 +9,9 @@ __device__ __forceinline__ void barrier_sync(int id, int num_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
+// The same for warps that only say that they are there.
+__device__ __forceinline__ void barrier_arrive(int id, int num_threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
 }  // namespace deep_moe::ptx

@@ -1,5 +1,5 @@
-// Low-latency combine at the rank that holds rows: their sum to the owner of the token, or each by itself; weights
-// ahead. README.md beside this file has the words and the order among them; comments name its steps.
+// Low-latency combine: weights that the owners of tokens send ahead. README.md beside this file has the words and the
+// order among them; comments name its steps.
 #pragma once
 
 #include <cstdint>
@@ -12,46 +12,15 @@ namespace deep_moe::kernels {
 __device__ __forceinline__ bool await_weight(const LowLatencyRun& run, const LowLatencyCombineParams& params, int owner,
                                              std::int64_t token, int half, float* weight) {
   bool ok = true;
-  uint4 unit = no_unit(run.tag);
+  uint4 unit = no_unit(run.tag());
   if (lane_id() < params.slot.num_weight_units)
-    ok = await_unit(run.scope, layout::WaitPhase::kWeights, owner,
+    ok = await_unit(run, layout::WaitPhase::kWeights, owner,
                     params.slot.weights(run.my_slot(), owner, token) + lane_id() * layout::kUnitBytes, &unit);
-  const int k = entry_of_lane(half), lane = k / layout::kFloatsPerUnit, i = k - lane * layout::kFloatsPerUnit;
+  const int k = entry_of_lane(half), lane = k / layout::kUnitWords, i = k - lane * layout::kUnitWords;
   const std::uint32_t x = __shfl_sync(0xffffffffu, unit.x, lane), y = __shfl_sync(0xffffffffu, unit.y, lane),
                       z = __shfl_sync(0xffffffffu, unit.z, lane);
   *weight = __uint_as_float(i == 0 ? x : i == 1 ? y : z);
   return __all_sync(0xffffffffu, ok);
-}
-
-// H3. A part of a token's row to its owner, if this rank holds any of its rows; `held` is the first half. False: leave.
-template <typename T, class Width, bool kByExpert>
-__device__ __forceinline__ bool send_held(const LowLatencyRun& run, const LowLatencyCombineParams& params,
-                                          RowBuffer* buffer, HeldRow held, int owner, int token, int part) {
-  const LowLatencyCombineArgs& args = params.args;
-  const layout::LowLatencyCombineSlot& slot = params.slot;
-  const LaneTile<Width> tile(params.num_vectors, part);
-  LaneSums<T, Width> sums;
-  bool any = false;
-#pragma unroll 1
-  for (int half = 0; half < num_halves<Width::kPlain>(args.ids.topk); ++half) {
-    if (half > 0) held.load(HeldRow::Address(args, owner, token), args.ids.topk, half);
-    const std::uint32_t entries = held.entries();
-    if (entries == 0) continue;
-    if constexpr (kByExpert) {
-      // By expert a row is known to its owner by its first entry.
-      for_each_row(params, buffer, row_offset(params, held.position, run.num_ranks()), entries, tile,
-                   [&](int k, const LaneVectors<Width>& vectors) {
-                     tile.store_units(slot.expert_row(run.slot_of(owner), token, half * kHalf + k),
-                                      to_units(vectors, run.tag));
-                   });
-    } else {
-      any = true;
-      if (args.recv_weights == nullptr && !await_weight(run, params, owner, token, half, &held.weight)) return false;
-      add_held(params, buffer, held, entries, run.num_ranks(), tile, &sums);
-    }
-  }
-  if (any) tile.store_units(slot.reduced_row(run.slot_of(owner), run.rank(), token), to_units(sums.rounded(), run.tag));
-  return true;
 }
 
 // W1. This rank's weights to the holders of its rows, ahead of everything else, those of equal entries summed; and what
@@ -94,11 +63,11 @@ __device__ __forceinline__ void send_weights(const LowLatencyRun& run, const Low
         const float high = !kPlain && topk > kHalf ? __shfl_sync(0xffffffffu, weight[1], k & 31) : 0.0f;
         words[w] = k < topk ? __float_as_uint(k < kHalf ? low : high) : 0;
       }
-      const uint4 unit = make_uint4(words[0], words[1], words[2], run.tag);
-      if (first % layout::kFloatsPerUnit == 0 && first < topk)
+      const uint4 unit = make_uint4(words[0], words[1], words[2], run.tag());
+      if (first % layout::kUnitWords == 0 && first < topk)
         for_each_rank(ranks, [&](int holder) {
           ptx::st_relaxed_sys_16(params.slot.weights(run.slot_of(holder), run.rank(), token) +
-                                     first / layout::kFloatsPerUnit * layout::kUnitBytes,
+                                     first / layout::kUnitWords * layout::kUnitBytes,
                                  unit);
         });
     }
