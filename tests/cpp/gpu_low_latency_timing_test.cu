@@ -13,7 +13,7 @@ namespace {
 constexpr int kPairs = 20, kGraphs = 3, kRepeats = 9;
 constexpr std::int64_t kHidden = 7168, kExperts = 256, kTopk = 8, kMaxTokens = 128;
 
-enum class What { kPair, kDispatch, kHalves };
+enum class What { kPair, kDispatch, kCombine, kHalves };
 
 // Microseconds a pair: both ranks at the same time, slower rank, median.
 double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, What what) {
@@ -21,6 +21,11 @@ double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, Wh
   std::vector<std::vector<double>> micros(R);
   std::vector<cudaGraphExec_t> graphs(R);
   std::vector<cudaEvent_t> begin(R), end(R);
+  if (what == What::kCombine)  // of what one dispatch has brought
+    run(R, [&](int r) {
+      calls[r]->launch_dispatch(LowLatencyHalf::kBoth);
+      ranks.sync(r);
+    });
   for (int r = 0; r < R; ++r) {
     const OnGpuOf on(r);
     cudaStream_t stream = ranks.world.rank(r).stream;
@@ -34,8 +39,8 @@ double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, Wh
         calls[r]->launch_combine(LowLatencyHalf::kReceive);
         continue;
       }
-      calls[r]->launch_dispatch(LowLatencyHalf::kBoth);
-      if (what == What::kPair) calls[r]->launch_combine(LowLatencyHalf::kBoth);
+      if (what != What::kCombine) calls[r]->launch_dispatch(LowLatencyHalf::kBoth);
+      if (what != What::kDispatch) calls[r]->launch_combine(LowLatencyHalf::kBoth);
     }
     cuda(cudaStreamEndCapture(stream, &graph));
     cuda(cudaGraphInstantiate(&graphs[r], graph, 0));
@@ -135,6 +140,7 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
     for (const auto& [name, weights, fp8, what] : std::vector<std::tuple<const char*, bool, bool, What>>{
              {"fp8 + bf16, weights at dispatch", true, true, What::kPair},
              {"fp8 dispatch alone", true, true, What::kDispatch},
+             {"bf16 combine alone", true, true, What::kCombine},
              {"fp8 + bf16, weights ahead", false, true, What::kPair},
              {"bf16 + bf16, weights at dispatch", true, false, What::kPair},
              {"fp8 + bf16 in halves, pre-reduced", true, true, What::kHalves},
