@@ -107,10 +107,12 @@ class CallEntry {
     layout::LowLatencyState& words = run.words();
     const std::uint64_t word = ptx::ld_relaxed_gpu(run.hot.epoch);
     const std::uint64_t ready = ptx::ld_relaxed_gpu(&words.ready_epoch);
-    bool failed = ptx::ld_relaxed_gpu(&run.hot.notify->failed) != 0;
+    const bool has_failed = ptx::ld_relaxed_gpu(&run.hot.notify->failed) != 0;
     const std::uint64_t live = call.live_ranks & ~ptx::ld_relaxed_gpu(&words.masked);
     const std::uint64_t epoch = run.sends() ? layout::epoch_of(word) + 1 : word;
     const int slot = static_cast<int>(epoch % layout::kLowLatencySlots);
+    // As one lane has seen them: other blocks of this launch change these words meanwhile.
+    const bool failed = __shfl_sync(0xffffffffu, has_failed, 0), is_ready = __shfl_sync(0xffffffffu, ready == epoch, 0);
     if (lane_id() == 0) {
       CallState& state = run.state;
       state.failure.claimed = 0;
@@ -122,7 +124,7 @@ class CallEntry {
     }
     __syncwarp();
     if (!run.sends() || failed) return;
-    if (ready != epoch && !await_slot(run)) [[unlikely]]
+    if (!is_ready && !await_slot(run)) [[unlikely]]
       run.state.failed = true;
     made_ = lane_id() == 0;
   }
@@ -141,8 +143,9 @@ class CallEntry {
   // S1. Nobody reads any more what the slot held before. False: leave.
   __device__ __forceinline__ static bool await_slot(const LowLatencyRun& run) {
     const std::uint64_t last = ptx::ld_relaxed_gpu(&run.words().sent_epoch[run.state.slot]);
+    const bool in_trouble = last == ptx::ld_relaxed_gpu(&run.words().trouble[run.state.slot]);
     bool ok = true;
-    if (last != ptx::ld_relaxed_gpu(&run.words().trouble[run.state.slot])) {
+    if (!__shfl_sync(0xffffffffu, in_trouble, 0)) {
 #pragma unroll 1
       for (int peer = lane_id(); peer < run.num_ranks(); peer += 32) {
         if (peer == run.rank() || !run.is_live(peer)) continue;
