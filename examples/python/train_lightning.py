@@ -1,4 +1,4 @@
-"""Trains the model of train_moe.py with PyTorch Lightning: DDP for what all ranks hold, experts spread over ranks.
+"""Trains train_moe.py's model with PyTorch Lightning: DDP for what all ranks hold, experts spread over ranks.
 
     python examples/python/train_lightning.py                       # 2 ranks that Lightning starts
     torchrun --nproc-per-node 4 examples/python/train_lightning.py  # ranks that torchrun has started
