@@ -59,9 +59,14 @@ std::string text_of(const Config& config) {
 void register_config_class(nb::module_& m) {
   nb::class_<Config>(
       m, "Config",
-      "Tuning numbers of the high-throughput mode. Checked everywhere, used by GPU kernels alone.\n\n"
-      "Raises ValueError unless each send number is below its recv number and rdma send is at most half\n"
-      "of rdma recv (which is first rounded up to a multiple of rdma send).")
+      "Tuning numbers of the high-throughput mode. All are checked; num_sms alone is used, on GPUs.\n\n"
+      "Args:\n"
+      "    num_sms: multiprocessors that a call may use.\n"
+      "    num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: tokens of a chunk within a node.\n"
+      "    num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: the same between nodes.\n\n"
+      "Raises:\n"
+      "    ValueError: unless each send number is below its recv number and rdma send is at most half\n"
+      "        of rdma recv (which is first rounded up to a multiple of rdma send).")
       .def("__init__", construct, nb::arg("num_sms").none() = 20, nb::arg("num_max_nvl_chunked_send_tokens").none() = 6,
            nb::arg("num_max_nvl_chunked_recv_tokens").none() = 256,
            nb::arg("num_max_rdma_chunked_send_tokens").none() = 6,
@@ -69,11 +74,11 @@ void register_config_class(nb::module_& m) {
            nb::sig("def __init__(self, num_sms: int = 20, num_max_nvl_chunked_send_tokens: int = 6, "
                    "num_max_nvl_chunked_recv_tokens: int = 256, num_max_rdma_chunked_send_tokens: int = 6, "
                    "num_max_rdma_chunked_recv_tokens: int = 256) -> None"))
-      .def_ro("num_sms", &Config::num_sms)
-      .def_ro("num_max_nvl_chunked_send_tokens", &Config::num_max_nvl_chunked_send_tokens)
-      .def_ro("num_max_nvl_chunked_recv_tokens", &Config::num_max_nvl_chunked_recv_tokens)
-      .def_ro("num_max_rdma_chunked_send_tokens", &Config::num_max_rdma_chunked_send_tokens)
-      .def_ro("num_max_rdma_chunked_recv_tokens", &Config::num_max_rdma_chunked_recv_tokens)
+      .def_ro("num_sms", &Config::num_sms, "As given.")
+      .def_ro("num_max_nvl_chunked_send_tokens", &Config::num_max_nvl_chunked_send_tokens, "As given.")
+      .def_ro("num_max_nvl_chunked_recv_tokens", &Config::num_max_nvl_chunked_recv_tokens, "As given.")
+      .def_ro("num_max_rdma_chunked_send_tokens", &Config::num_max_rdma_chunked_send_tokens, "As given.")
+      .def_ro("num_max_rdma_chunked_recv_tokens", &Config::num_max_rdma_chunked_recv_tokens, "Rounded up.")
       .def(
           "get_nvl_buffer_size_hint",
           [](const Config& self, nb::handle hidden_bytes, nb::handle num_ranks) {
@@ -82,7 +87,8 @@ void register_config_class(nb::module_& m) {
           },
           nb::arg("hidden_bytes").none(), nb::arg("num_ranks").none(),
           nb::sig("def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int"),
-          "Bytes for num_nvl_bytes with which rows of hidden_bytes bytes need no growth of the heap at usual sizes.")
+          "Bytes for num_nvl_bytes with which rows of hidden_bytes bytes need no growth of the heap at usual sizes,\n"
+          "among num_ranks ranks.")
       .def(
           "get_rdma_buffer_size_hint",
           [](const Config& self, nb::handle hidden_bytes, nb::handle num_ranks) {
@@ -91,7 +97,8 @@ void register_config_class(nb::module_& m) {
           },
           nb::arg("hidden_bytes").none(), nb::arg("num_ranks").none(),
           nb::sig("def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int"),
-          "Bytes for num_rdma_bytes in the high-throughput mode between nodes.")
+          "Bytes for num_rdma_bytes in the high-throughput mode between nodes, for rows of hidden_bytes bytes among\n"
+          "num_ranks ranks; 0 on one node.")
       .def("__repr__", text_of)
       .def("__eq__", equal, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const Config& self) { return nb::hash(numbers(self)); })

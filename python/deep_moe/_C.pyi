@@ -22,36 +22,51 @@ def dtype_names() -> list[str]:
 
 class Config:
     """
-    Tuning numbers of the high-throughput mode. Checked everywhere, used by GPU kernels alone.
+    Tuning numbers of the high-throughput mode. All are checked; num_sms alone is used, on GPUs.
 
-    Raises ValueError unless each send number is below its recv number and rdma send is at most half
-    of rdma recv (which is first rounded up to a multiple of rdma send).
+    Args:
+        num_sms: multiprocessors that a call may use.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: tokens of a chunk within a node.
+        num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: the same between nodes.
+
+    Raises:
+        ValueError: unless each send number is below its recv number and rdma send is at most half
+            of rdma recv (which is first rounded up to a multiple of rdma send).
     """
 
     def __init__(self, num_sms: int = 20, num_max_nvl_chunked_send_tokens: int = 6, num_max_nvl_chunked_recv_tokens: int = 256, num_max_rdma_chunked_send_tokens: int = 6, num_max_rdma_chunked_recv_tokens: int = 256) -> None: ...
 
     @property
-    def num_sms(self) -> int: ...
+    def num_sms(self) -> int:
+        """As given."""
 
     @property
-    def num_max_nvl_chunked_send_tokens(self) -> int: ...
+    def num_max_nvl_chunked_send_tokens(self) -> int:
+        """As given."""
 
     @property
-    def num_max_nvl_chunked_recv_tokens(self) -> int: ...
+    def num_max_nvl_chunked_recv_tokens(self) -> int:
+        """As given."""
 
     @property
-    def num_max_rdma_chunked_send_tokens(self) -> int: ...
+    def num_max_rdma_chunked_send_tokens(self) -> int:
+        """As given."""
 
     @property
-    def num_max_rdma_chunked_recv_tokens(self) -> int: ...
+    def num_max_rdma_chunked_recv_tokens(self) -> int:
+        """Rounded up."""
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """
-        Bytes for num_nvl_bytes with which rows of hidden_bytes bytes need no growth of the heap at usual sizes.
+        Bytes for num_nvl_bytes with which rows of hidden_bytes bytes need no growth of the heap at usual sizes,
+        among num_ranks ranks.
         """
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for num_rdma_bytes in the high-throughput mode between nodes."""
+        """
+        Bytes for num_rdma_bytes in the high-throughput mode between nodes, for rows of hidden_bytes bytes among
+        num_ranks ranks; 0 on one node.
+        """
 
     def __repr__(self) -> str: ...
 

@@ -215,6 +215,7 @@ class BufferBase:
 
         Raises:
             ValueError: ``offset`` does not fit ``dtype``, or the range is larger than the memory there is.
+            TypeError: ``size`` is no sequence of ints.
         """
         itemsize = torch.empty((), dtype=dtype).element_size()
         start = whole_number(offset, "offset")

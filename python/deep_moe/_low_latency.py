@@ -144,6 +144,7 @@ class LowLatencyCalls(BufferBase):
             changed at once, topk_weights after the hook.
 
         Raises:
+            ValueError: wrong arguments, ``use_logfmt`` together with ``zero_copy`` among them.
             As :meth:`low_latency_dispatch`.
         """
         with self._low_latency_combine_checks:
@@ -186,13 +187,18 @@ class LowLatencyCalls(BufferBase):
         """Accepted for programs that switch between the modes; the modes share no memory, so nothing needs
         cleaning.
 
+        Args:
+            num_max_dispatch_tokens_per_rank: M.
+            hidden: H.
+            num_experts: E.
+
         Raises:
             ValueError, TypeError: the numbers cannot be those of a low-latency call.
         """
         self.runtime.clean_low_latency_buffer(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank (``mask=True``), so that it is neither sent to nor waited for; or unmasks.
+        """Masks ``rank_to_mask`` (``mask=True``), so that it is neither sent to nor waited for; or unmasks.
 
         Masking is local; on a GPU it holds from here on in the order of the current stream. Unmasking is
         collective over all ranks, the masked ones included: all of them call it (or

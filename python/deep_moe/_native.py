@@ -23,3 +23,4 @@ _connect()
 _variants.warn_of_conflict(_C.build_info()["variant"])
 
 __version__: str = _C.build_info()["version"]
+"""The version of the package, as the compiled module knows it."""

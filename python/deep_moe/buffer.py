@@ -50,7 +50,7 @@ class Buffer(LowLatencyCalls):
     Args:
         group: a torch ProcessGroup of any backend, used in the constructor alone; or None with ``comm``.
         num_nvl_bytes: bytes that the heap has at the start; it grows to what calls need. Whole-valued floats
-        are taken.
+            are taken.
         num_rdma_bytes: bytes of low-latency staging at the start; between nodes also what the rings of the
             high-throughput mode may take (:meth:`deep_moe.Config.get_rdma_buffer_size_hint`; the largest
             value on any rank counts, and 0 leaves room for rows of 7168 bfloat16 elements).
@@ -87,10 +87,16 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets how many SMs the high-throughput calls of all Buffers may use, at least 1.
+        """Sets how many SMs the high-throughput calls of all Buffers may use.
 
         Calls take at most what runs at the same time as the other ranks that are threads on the same GPU,
         less two SMs. Nothing on the CPU.
+
+        Args:
+            new_num_sms: at least 1.
+
+        Raises:
+            ValueError, TypeError: it is less, or no whole number.
         """
         Buffer.num_sms = whole_number(new_num_sms, "new_num_sms", lowest=1)
 
@@ -101,19 +107,29 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The tuned Config for :meth:`dispatch` among any number of ranks."""
+        """The tuned Config for :meth:`dispatch` among ``num_ranks`` ranks, any number from 1."""
         return dispatch_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The tuned Config for :meth:`combine` among any number of ranks."""
+        """The tuned Config for :meth:`combine` among ``num_ranks`` ranks, any number from 1."""
         return combine_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes for ``num_rdma_bytes`` with which low-latency calls of these sizes need no growth."""
+        """Bytes for ``num_rdma_bytes`` with which low-latency calls of these sizes need no growth.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: M.
+            hidden: H.
+            num_ranks: R.
+            num_experts: E.
+
+        Raises:
+            ValueError, TypeError: a size is below 1, or no whole number.
+        """
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     # ---- the high-throughput mode ----
@@ -234,7 +250,7 @@ class Buffer(LowLatencyCalls):
         Args:
             x: ``[T, H]`` of any element type, rows of a multiple of 16 bytes, contiguous within a row; or
                 ``(data [T, H], scales [T, S] or [T])``, scales with any strides. Bytes travel as they are.
-            handle: of an earlier dispatch; any tuple of its tensors.
+            handle: what an earlier dispatch returned; any tuple of its tensors.
             num_tokens_per_rank: ``[R]`` int32, of get_dispatch_layout.
             num_tokens_per_rdma_rank: ``[N]`` int32, of get_dispatch_layout; may be left out.
             is_token_in_rank: ``[T, R]`` bool, of get_dispatch_layout.

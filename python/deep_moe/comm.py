@@ -25,7 +25,7 @@ class Comm(Protocol):
         """The number of ranks."""
 
     def allgather(self, obj: Any, /) -> list[Any]:
-        """Collective: the objects of all ranks, in rank order."""
+        """Collective: each rank gives its ``obj``; all get the objects of all ranks, in rank order."""
 
 
 class _Exchange:
@@ -60,7 +60,12 @@ class _Exchange:
 
 
 class ThreadComm:
-    """One rank of :func:`thread_comms`. Used by one thread at a time."""
+    """One rank of :func:`thread_comms`, which makes them. Used by one thread at a time.
+
+    Args:
+        exchange: what the ranks of one group share.
+        rank: this rank, from 0.
+    """
 
     def __init__(self, exchange: _Exchange, rank: int) -> None:
         self._exchange = exchange
@@ -76,7 +81,9 @@ class ThreadComm:
         return self._exchange.num_ranks
 
     def allgather(self, obj: Any, /) -> list[Any]:
-        """Collective: the objects of all ranks, in rank order. The objects are shared, not copied.
+        """Collective: each rank gives its ``obj``; all get the objects of all ranks, in rank order.
+
+        The objects are shared, not copied.
 
         Raises:
             DeepMoeTimeoutError: some ranks did not come; the text names them.

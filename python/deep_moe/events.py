@@ -71,7 +71,7 @@ class EventOverlap:
 
     Args:
         event: the event, or None for "nothing to wait for". May be assigned later.
-        extra_tensors: tensors kept alive until the event is released.
+        extra_tensors: tensors of any shape, dtype and device, kept alive until the event is released.
     """
 
     event: EventHandle | None

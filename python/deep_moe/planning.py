@@ -38,8 +38,11 @@ class Memory:
     """One buffer of a rank."""
 
     name: str
+    """What lies there, such as "received rows"."""
     bytes: int
+    """Its size."""
     note: str
+    """When it is that large."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,15 @@ class Bound:
     """The least time of a call: that of its busiest resource."""
 
     call: str
-    link_bytes: int  # over NVLink
+    """"dispatch", "combine", "low-latency dispatch" or "low-latency combine"."""
+    link_bytes: int
+    """Bytes of a rank over NVLink, in one direction."""
     network_bytes: int
+    """Bytes of a rank over the network, in one direction."""
     seconds: float
+    """No call can be faster."""
     resource: str
+    """What takes that long, such as "NVLink" or "network"."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +66,29 @@ class Plan:
     """What :func:`plan` found. Bytes are of one rank."""
 
     work: Work
+    """The sizes planned for: ranks, nodes, tokens, hidden, experts, topk, groups, topk_groups."""
     gpu: Gpu
+    """Its name, SMs and link rate."""
     nic: float
+    """Bytes a second of the network for each GPU, one direction."""
     spread: Spread
-    rows: int  # that a rank receives in a high-throughput dispatch, the imbalance included
+    """Mean number of different ranks and nodes that a token goes to, its own included."""
+    rows: int
+    """That a rank receives in a high-throughput dispatch, the imbalance included."""
     worst_rows: int
+    """The same if every token came to one rank."""
     num_sms: int
+    """For ``Buffer.set_num_sms``: SMs that keep the busiest link busy."""
     num_nvl_bytes: int
+    """For ``Buffer``; 0 in mode "ll"."""
     num_rdma_bytes: int
+    """For ``Buffer``; 0 in mode "ht"."""
     memory: tuple[Memory, ...]
+    """Every buffer of a rank."""
     bounds: tuple[Bound, ...]
+    """The least time of each call."""
     notes: tuple[str, ...]
+    """What is not measured, or limits the plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain numbers, texts, lists and dicts."""

@@ -8,6 +8,11 @@ Words: R ranks, T tokens of a rank, H hidden, E experts, K top-k, L local expert
 N received rows. A *payload* is what travels: one tensor ``[T, H]``, or a pair of data ``[T, H]`` and scales
 ``[T, S]`` or ``[T]``, of any element types. ``-1`` in ``topk_idx`` means "no selection".
 
+Arguments of one name mean the same everywhere: ``x`` payloads; ``topk_idx [T, K]`` int64 or int32, global
+expert ids; ``topk_weights [T, K]`` float32; ``in_rank [T, R]`` bool, whether a token goes to a rank;
+``num_experts`` E; ``num_ranks`` R; ``num_max_dispatch_tokens_per_rank`` M; ``masked`` the ranks that all
+others have masked. Tensors are on the CPU.
+
 How sums are rounded. All sums are fp32, ranks in ascending order, and are rounded once a hop. The combine of
 the high-throughput mode has one hop on one node, and two from other nodes (``nodes=``). That of the
 low-latency mode has two when each rank pre-reduces the rows of its own experts (``pre_reduced=True``: the
@@ -49,8 +54,10 @@ __all__ = [
 ]
 
 Payload: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+"""What travels: a tensor ``[T, H]``, or data ``[T, H]`` and scales ``[T, S]`` or ``[T]``."""
 
-FP8_BLOCK = 128  # elements that share one fp8 scale
+FP8_BLOCK = 128
+"""Elements that share one fp8 scale."""
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 FP8_MIN_AMAX = 1e-4  # a block's largest magnitude is taken to be at least this
 
@@ -122,7 +129,14 @@ def dispatch(
     expert_alignment: int = 1,
     num_worst_tokens: int = 0,
 ) -> list[Received]:
-    """Every row goes once to each rank that owns one of its experts; ``topk_weights [T, K]`` are fp32."""
+    """Every row goes once to each rank that owns one of its experts; ``topk_weights [T, K]`` are fp32.
+
+    Counts are rounded up to multiples of ``expert_alignment``. With ``num_worst_tokens`` results have that
+    many rows, and there are no counts.
+
+    Raises:
+        ValueError: an id outside [-1, E), or more rows than ``num_worst_tokens``.
+    """
     num_ranks = len(x)
     in_rank = [layout(idx, num_experts, num_ranks).is_token_in_rank for idx in topk_idx]
     rows = dispatch_cached(x, in_rank)
@@ -144,7 +158,7 @@ def dispatch(
 
 
 def dispatch_cached(x: Sequence[Payload], in_rank: Sequence[Tensor]) -> list[Payload]:
-    """The rows alone, along routes that are known: what ``dispatch(x, handle=handle)`` does."""
+    """The rows of ``x [T, H]`` alone, along known routes: what ``dispatch(x, handle=handle)`` does."""
 
     def send(parts: Sequence[Tensor], dst: int) -> Tensor:
         rows = [_as_bytes(part)[sent[:, dst]] for part, sent in zip(parts, in_rank, strict=True)]
@@ -203,8 +217,9 @@ def combine(
     *,
     nodes: Sequence[int] | None = None,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """The way back: each token gets its biases ``[T, H]`` plus the unweighted sum of its rows ``y [N, H]``.
+    """The way back: each token gets its biases plus the unweighted sum of its rows ``y [N, H]``.
 
+    ``bias`` are one or two ``[T, H]`` of the type of ``y``.
     ``in_rank`` are the masks ``[T, R]`` of the dispatch; ``topk_weights [N, K]`` are summed in the same way.
     A token that went nowhere gets its biases, or zeros. ``nodes`` is each rank's node, numbered in the order
     of their lowest ranks: nodes are added in ascending order, and the rows that another node holds are first
@@ -239,7 +254,7 @@ def combine(
 
 
 def num_tokens_per_node(in_rank: Tensor, nodes: Sequence[int]) -> Tensor:
-    """``[N] int32``: tokens of ``in_rank [T, R]`` that go to any rank of each node."""
+    """``[N] int32``: tokens of ``in_rank [T, R]`` that go to any rank of each of the ``nodes``."""
     node_of = torch.tensor(list(nodes))
     counts = [int(in_rank[:, node_of == node].any(1).sum()) for node in range(int(node_of.max()) + 1)]
     return torch.tensor(counts, dtype=torch.int32)
@@ -270,19 +285,22 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def pack_ue8m0(scales: Tensor) -> Tensor:
-    """``[..., S] float32`` powers of two as biased exponents, four a word, the first in the lowest byte."""
+    """``scales [..., S] float32``, powers of two, as ``[..., S/4] int32`` biased exponents.
+
+    The first of the four in a word is in the lowest byte.
+    """
     exponent = scales.contiguous().view(torch.int32) >> 23  # already biased by 127
     return exponent.to(torch.uint8).contiguous().view(torch.int32)
 
 
 def unpack_ue8m0(packed: Tensor) -> Tensor:
-    """The inverse of :func:`pack_ue8m0`."""
+    """The inverse of :func:`pack_ue8m0`: of ``packed [..., S] int32`` the scales ``[..., 4 * S] float32``."""
     exponent = packed.contiguous().view(torch.uint8).int()
     return (exponent << 23).view(torch.float32)
 
 
 def dequantize(q: Tensor, scales: Tensor) -> Tensor:
-    """``float32`` values of what :func:`cast_fp8` gave, scales packed or not."""
+    """``[..., H] float32``: what :func:`cast_fp8` has made ``q`` and ``scales``, packed or not, of."""
     values = unpack_ue8m0(scales) if scales.dtype == torch.int32 else scales
     return (_blocks(q) * values.unsqueeze(-1)).flatten(-2)
 
@@ -329,7 +347,14 @@ def low_latency_dispatch(
     use_ue8m0: bool = False,
     masked: Collection[int] = (),
 ) -> list[LowLatencyReceived]:
-    """Every row goes to each of its experts' blocks. Ranks that all others have ``masked`` send nothing."""
+    """Every row goes to each of its experts' blocks. Ranks that all others have ``masked`` send nothing.
+
+    ``use_fp8``, ``round_scale`` and ``use_ue8m0``: rows are cast first, as by :func:`cast_fp8`.
+
+    Raises:
+        ValueError: a rank has more than ``num_max_dispatch_tokens_per_rank`` tokens, or an id is outside
+            [-1, E).
+    """
     num_ranks = len(x)
     for rank, idx in enumerate(topk_idx):
         if len(idx) > num_max_dispatch_tokens_per_rank:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "python"
 
@@ -18,9 +21,18 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_training_has_the_losses_of_the_dense_run() -> None:
+needs_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None,
+    reason="no PyTorch Lightning: install the extra `lightning` of deep-moe",
+)
+
+
+@pytest.mark.parametrize(
+    "example", ["train_moe.py", pytest.param("train_lightning.py", marks=needs_lightning)]
+)
+def test_training_has_the_losses_of_the_dense_run(example: str) -> None:
     """Loss by loss within rounding, and falling; the ranks are processes that the example starts."""
-    printed = run(str(FOLDER / "train_moe.py"), "--ranks", "2", "--check")
+    printed = run(str(FOLDER / example), "--ranks", "2", "--check")
     rows = re.findall(r"^step +(\d+)  loss ([\d.]+)  dense ([\d.]+)$", printed, re.MULTILINE)
     losses = [float(loss) for _, loss, _ in rows]
     assert [int(step) for step, _, _ in rows] == [0, 5, 10, 15, 20, 25, 29]
@@ -29,10 +41,13 @@ def test_training_has_the_losses_of_the_dense_run() -> None:
         assert abs(of_ranks - float(dense)) < 1e-4 * float(dense), (loss, dense)
 
 
-def test_training_under_torchrun() -> None:
+@pytest.mark.parametrize(
+    "example", ["train_moe.py", pytest.param("train_lightning.py", marks=needs_lightning)]
+)
+def test_training_under_torchrun(example: str) -> None:
     printed = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *(str(FOLDER / "train_moe.py"), "--steps", "21", "--check"),
+        *(str(FOLDER / example), "--steps", "21", "--check"),
     )
     assert re.search(r"^step  20  loss ", printed, re.MULTILINE)
     assert "largest difference from the dense run" in printed

@@ -71,6 +71,7 @@ struct DispatchHandle {
                                          // layout/handle.hpp
 };
 
+// The tensors of a DispatchHandle with what keeps their memory alive.
 struct OwnedDispatchHandle {
   Tensor rank_prefix_matrix, recv_src_idx, is_token_in_rank, send_index, send_rdma_index, recv_rdma_rank_prefix_sum,
       send_nvl_index, meta;
@@ -84,6 +85,7 @@ struct LayoutResult {
   Tensor is_token_in_rank;          // [T, R] bool
 };
 
+// One of: topk_idx and num_experts; a handle; is_token_in_rank and num_tokens_per_expert.
 struct DispatchArgs {
   Payload x;
   TensorView topk_idx;      // [T, K] i64 or i32; undefined in cached mode
@@ -99,6 +101,7 @@ struct DispatchArgs {
   StreamOptions streams;
 };
 
+// N received rows, ordered by source rank, then source token. Tensors live as long as they are held.
 struct DispatchResult {
   OwnedPayload recv_x;
   Tensor recv_topk_idx;      // [N, K], dtype of topk_idx, local ids, -1 elsewhere; undefined in cached mode
@@ -107,6 +110,7 @@ struct DispatchResult {
   OwnedDispatchHandle handle;                            // undefined members in cached mode
 };
 
+// Sums are fp32: the biases, then the ranks in ascending order, rounded once to x's dtype.
 struct CombineArgs {
   TensorView x;  // [N, H] bf16, fp16 or fp32
   DispatchHandle handle;
@@ -130,6 +134,7 @@ struct LowLatencyHandle {
   TensorView meta;          // [12] i64, see layout/handle.hpp
 };
 
+// The tensors of a LowLatencyHandle with what keeps their memory alive.
 struct OwnedLowLatencyHandle {
   Tensor src_info, layout_range, recv_pos, recv_weights, meta;
   Tensor words;  // GPUs: [bytes] u8, the memory of all of them but meta
@@ -139,6 +144,7 @@ struct OwnedLowLatencyHandle {
 // GPUs: the handle whose `words` and `meta` these are; throws ArgumentError if they cannot be.
 LowLatencyHandle low_latency_handle(const TensorView& words, const TensorView& meta, int rank);
 
+// fp8: data cast to float8_e4m3fn with a float32 scale for 128 elements; H a multiple of 128.
 struct LowLatencyDispatchArgs {
   Payload x;                // [T, H]; with scales: opaque, no cast
   TensorView topk_idx;      // [T, K] i64 or i32
@@ -146,9 +152,9 @@ struct LowLatencyDispatchArgs {
   std::int64_t num_max_dispatch_tokens_per_rank = 0;
   std::int64_t num_experts = 0;
   bool use_fp8 = true;
-  bool round_scale = false;
-  bool use_ue8m0 = false;
-  bool return_recv_hook = false;
+  bool round_scale = false;                       // fp8 scales are powers of two
+  bool use_ue8m0 = false;                         // and packed exponents, four in an int32; H a multiple of 512
+  bool return_recv_hook = false;                  // only send; the hook receives
   TensorView cumulative_local_expert_recv_stats;  // [L] i32, or undefined
   TensorView wait_recv_cost_stats;                // [R] i64 nanoseconds, or undefined
   bool async_finish = false;                      // GPUs, without a hook: as in StreamOptions
@@ -166,6 +172,7 @@ struct LowLatencyDispatchResult {
   std::function<void()> hook;  // empty unless asked for; call it exactly once
 };
 
+// Sums with the tokens' weights.
 struct LowLatencyCombineArgs {
   TensorView x;             // [L, R*M, H] bf16, fp16 or fp32
   TensorView topk_idx;      // [T, K], as given to dispatch
@@ -184,11 +191,13 @@ struct LowLatencyCombineResult {
   std::function<void()> hook;
 };
 
+// Of this rank's heap. Quarantined: a peer that is late may still write there; free again after reset().
 struct MemoryStats {
   std::int64_t heap_bytes = 0, live_bytes = 0, live_blocks = 0, quarantined_bytes = 0, peak_bytes = 0, free_bytes = 0;
   std::int64_t segments = 0, largest_free_bytes = 0, ll_staging_bytes = 0;
 };
 
+// One rank's end. Calls from several threads are serialised; Buffers are independent of each other.
 class Buffer {
  public:
   // Collective over the bootstrap's ranks.

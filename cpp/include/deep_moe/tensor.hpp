@@ -9,6 +9,7 @@
 
 namespace deep_moe {
 
+// Element types. Dispatch moves any of them; combine sums bfloat16, float16 and float32.
 enum class DType : std::uint8_t {
   kNone = 0,
   kBool,
@@ -32,8 +33,8 @@ std::size_t dtype_bytes(DType dtype);
 // The name users know, e.g. "bfloat16".
 const char* dtype_name(DType dtype);
 
-inline constexpr int kMaxTensorDims = 4;
-inline constexpr int kCpuDevice = -1;  // else the ordinal of a CUDA device
+inline constexpr int kMaxTensorDims = 4;  // extents of a view
+inline constexpr int kCpuDevice = -1;     // else the ordinal of a CUDA device
 
 // A tensor that somebody else owns. Strides count elements.
 struct TensorView {

@@ -28,7 +28,7 @@ class Dispatched(NamedTuple):
     x: Tensor
     """[N, H] of the input's dtype, ordered by source rank, then source token. Has gradients."""
     topk_idx: Tensor
-    """[N, K] local expert ids, -1 where the expert is elsewhere."""
+    """[N, K] of the input's dtype: local expert ids, -1 where the expert is elsewhere."""
     topk_weights: Tensor | None
     """[N, K] float32, 0 where the id is -1. Has gradients."""
     num_tokens_per_expert: Tensor | None
