@@ -6,6 +6,16 @@
 struct __half {
   _Float16 value;
 };
+inline std::uint16_t __half_as_ushort(__half half) {
+  std::uint16_t bits;
+  std::memcpy(&bits, &half.value, 2);
+  return half.value == half.value ? bits : std::uint16_t{0x7fff};
+}
+inline __half __ushort_as_half(std::uint16_t bits) {
+  __half half;
+  std::memcpy(&half.value, &bits, 2);
+  return half;
+}
 struct __half2 {
   __half x, y;
 };

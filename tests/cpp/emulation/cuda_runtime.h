@@ -1,7 +1,7 @@
-// Enough of CUDA to run the kernels between nodes on a CPU: a thread block is a thread whose CUDA threads are fibers,
-// which change at barriers, at warp-wide operations and now and then at loads. It stands before the real headers on the
-// include path; kernels/ptx, all inline PTX, and the launch helper have counterparts beside it. What it cannot show:
-// races that need less order than fibers of one block have, and anything about time.
+// Enough of CUDA to run the kernels between nodes and those of low-latency calls on a CPU: a thread block is a thread
+// whose CUDA threads are fibers, which change at barriers, at warp-wide operations and now and then at loads. It stands
+// before the real headers on the include path; kernels/ptx, all inline PTX, and the launch helper have counterparts
+// beside it. What it cannot show: races that need less order than fibers of one block have, and anything about time.
 #pragma once
 
 #include <ucontext.h>
@@ -39,6 +39,7 @@ struct alignas(16) int4 {
 struct float2 {
   float x, y;
 };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace emulation {
@@ -62,6 +63,8 @@ class Block {
   // Every lane gives a value and gets those of all.
   const std::uint64_t* exchange(std::uint64_t value);
   int count_threads(bool vote);  // that say yes; with a barrier
+  // Barriers 1 to 15, of so many threads; who does not wait only counts.
+  void named_barrier(int id, int num_threads, bool waits);
   // Called by loads: other fibers run now and then, so that nobody waits for what cannot happen.
   void loads() {
     if (++num_loads_ % 7 == 0) yield();
@@ -77,6 +80,7 @@ class Block {
     unsigned votes = 0;
   };
   static void enter();
+  [[noreturn]] void give_up() const;
   std::size_t warp() const { return static_cast<std::size_t>(current_ / 32); }
   void release_if_complete(Barrier& barrier, int needed);
   void leave();
@@ -87,12 +91,21 @@ class Block {
   ucontext_t scheduler_;
   int current_ = 0, live_ = 0;
   unsigned num_loads_ = 0;
+  struct NamedBarrier {
+    std::vector<int> waiting;
+    int arrived = 0;
+  };
   Barrier all_;
+  NamedBarrier named_[16];
   std::vector<Barrier> warps_;
   std::vector<int> live_lanes_;
   std::vector<std::array<std::uint64_t, 32>> lanes_;
   int votes_[3] = {};
 };
+
+// Calls body(block) for each at the same time, on threads that are used again: what a block finds in its shared memory
+// is what an earlier one has left there.
+void run_blocks(int num_blocks, const std::function<void(int)>& body);
 
 }  // namespace emulation
 
@@ -116,25 +129,79 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   return mask;
 }
 inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == 0xffffffffu; }
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+
+namespace emulation {
+
+inline int lane() { return static_cast<int>(threadIdx.x % 32); }
+// The value of the lane that each asks for.
 template <typename T>
-T __shfl_sync(unsigned, T value, int lane) {
+T from_lane(T value, int lane) {
   std::uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  const std::uint64_t from = ::emulation::Block::here().exchange(bits)[lane & 31];
+  const std::uint64_t from = Block::here().exchange(bits)[lane];
   std::memcpy(&value, &from, sizeof(T));
   __syncwarp();
   return value;
 }
-inline unsigned __reduce_add_sync(unsigned, unsigned value) {
-  const std::uint64_t* all = ::emulation::Block::here().exchange(value);
-  unsigned sum = 0;
-  for (int lane = 0; lane < 32; ++lane) sum += static_cast<unsigned>(all[lane]);
+// `combine` of all lanes' values, in their order.
+template <typename Combine>
+unsigned reduce(unsigned value, Combine combine) {
+  const std::uint64_t* all = Block::here().exchange(value);
+  unsigned result = static_cast<unsigned>(all[0]);
+  for (int lane = 1; lane < 32; ++lane) result = combine(result, static_cast<unsigned>(all[lane]));
   __syncwarp();
-  return sum;
+  return result;
+}
+
+}  // namespace emulation
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+  return ::emulation::from_lane(value, ::emulation::lane() / width * width + (lane & (width - 1)));
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, unsigned delta) {
+  const int lane = ::emulation::lane() + static_cast<int>(delta);
+  return ::emulation::from_lane(value, lane < 32 ? lane : ::emulation::lane());
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int bits) {
+  return ::emulation::from_lane(value, ::emulation::lane() ^ bits);
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  return ::emulation::reduce(value, [](unsigned a, unsigned b) { return a + b; });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return ::emulation::reduce(value, [](unsigned a, unsigned b) { return std::max(a, b); });
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  return static_cast<int>(::emulation::reduce(static_cast<unsigned>(value), [](unsigned a, unsigned b) {
+    return static_cast<unsigned>(std::max(static_cast<int>(a), static_cast<int>(b)));
+  }));
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return ::emulation::reduce(value, [](unsigned a, unsigned b) { return a | b; });
+}
+template <typename T>
+unsigned __match_any_sync(unsigned, T value) {
+  const std::uint64_t own = static_cast<std::uint64_t>(value);
+  const std::uint64_t* all = ::emulation::Block::here().exchange(own);
+  unsigned mask = 0;
+  for (int lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned>(all[lane] == own) << lane;
+  __syncwarp();
+  return mask;
 }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
 inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 template <typename T>
 T __ldg(const T* address) {
   return *address;
@@ -142,6 +209,10 @@ T __ldg(const T* address) {
 template <typename T>
 T atomicAdd(T* address, T value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicOr(T* address, T value) {
+  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 template <typename T>
 T atomicMax(T* address, T value) {
@@ -209,6 +280,19 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, int
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, int kind, cudaStream_t) {
   return cudaMemcpy(to, from, bytes, kind);
+}
+inline cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                                     std::size_t width, std::size_t height, int, cudaStream_t) {
+  for (std::size_t row = 0; row < height; ++row)
+    std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+  return cudaSuccess;
+}
+struct cudaFuncAttributes {
+  int numRegs = 128;
+};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  return *attributes = {}, cudaSuccess;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return *stream = nullptr, cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }

@@ -1,6 +1,11 @@
 #include <cuda_runtime.h>
 
+#include <condition_variable>
+#include <cstdio>
+#include <latch>
+#include <mutex>
 #include <thread>
+#include <utility>
 
 namespace emulation {
 namespace {
@@ -41,13 +46,26 @@ void Block::run() {
     ready_.push_back(i);
   }
   for (unsigned switches = 1; live_ > 0; ++switches) {
-    if (ready_.empty()) std::abort();                    // fibers wait at barriers that others will never reach
+    if (ready_.empty()) give_up();
     if (switches % 256 == 0) std::this_thread::yield();  // there are more blocks than cores
     current_ = ready_.front();
     ready_.pop_front();
     swapcontext(&scheduler_, &fibers_[static_cast<std::size_t>(current_)].context);
   }
   block_here = nullptr;
+}
+
+// Fibers wait at barriers that others will never reach.
+void Block::give_up() const {
+  std::fprintf(stderr, "block %u of %u: %d threads of %zu are left, none can go on; at __syncthreads: %zu", block_idx.x,
+               grid_dim.x, live_, fibers_.size(), all_.waiting.size());
+  for (std::size_t warp = 0; warp < warps_.size(); ++warp)
+    if (!warps_[warp].waiting.empty()) std::fprintf(stderr, "; in warp %zu: %zu", warp, warps_[warp].waiting.size());
+  for (int id = 0; id < 16; ++id)
+    if (named_[id].arrived > 0)
+      std::fprintf(stderr, "; at barrier %d: %d, %zu waiting", id, named_[id].arrived, named_[id].waiting.size());
+  std::fprintf(stderr, "\n");
+  std::abort();
 }
 
 void Block::yield() {
@@ -67,6 +85,18 @@ void Block::wait(Barrier& barrier, int needed) {
   barrier.waiting.push_back(current_);
   release_if_complete(barrier, needed);
   swapcontext(&fiber.context, &scheduler_);
+}
+
+void Block::named_barrier(int id, int num_threads, bool waits) {
+  NamedBarrier& barrier = named_[id];
+  const int fiber = current_;
+  if (waits) barrier.waiting.push_back(fiber);
+  if (++barrier.arrived == num_threads) {
+    for (const int waiting : barrier.waiting) ready_.push_back(waiting);
+    barrier.waiting.clear();
+    barrier.arrived = 0;
+  }
+  if (waits) swapcontext(&fibers_[static_cast<std::size_t>(fiber)].context, &scheduler_);
 }
 
 // Those who have returned are not waited for.
@@ -91,6 +121,56 @@ int Block::count_threads(bool vote) {
   votes_[call % 3] += vote;
   sync_threads();
   return votes_[call % 3];
+}
+
+namespace {
+
+// Threads that wait for their next block. Never ended: the process does that.
+class Workers {
+ public:
+  void start(const std::function<void()>& work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) {
+      idle_.push_back(new Worker);
+      std::thread([this, worker = idle_.back()] { serve(*worker); }).detach();
+    }
+    Worker* worker = idle_.back();
+    idle_.pop_back();
+    worker->work = work;
+    worker->ready.notify_one();
+  }
+
+ private:
+  struct Worker {
+    std::function<void()> work;
+    std::condition_variable ready;
+  };
+  void serve(Worker& worker) {
+    for (std::unique_lock<std::mutex> lock(mutex_);;) {
+      worker.ready.wait(lock, [&] { return worker.work != nullptr; });
+      const std::function<void()> work = std::exchange(worker.work, nullptr);
+      lock.unlock();
+      work();
+      lock.lock();
+      idle_.push_back(&worker);
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<Worker*> idle_;
+};
+
+}  // namespace
+
+void run_blocks(int num_blocks, const std::function<void(int)>& body) {
+  static auto* const workers = new Workers;
+  const auto left = std::make_shared<std::latch>(num_blocks);
+  for (int block = 0; block < num_blocks; ++block)
+    workers->start([&body, block, left] {
+      body(block);
+      left->count_down();
+    });
+  left->wait();
 }
 
 }  // namespace emulation

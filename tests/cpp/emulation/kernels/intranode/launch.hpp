@@ -4,8 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <string>
-#include <thread>
-#include <vector>
 
 #include <deep_moe/error.hpp>
 
@@ -15,6 +13,12 @@ namespace deep_moe::kernels {
 
 inline void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
   if (value < low || value > high) throw ArgumentError(std::string(name) + " is " + std::to_string(value));
+}
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw Error(what);
+}
+inline void check_domain(const DeviceDomain& domain) {
+  check_range("domain.num_ranks", domain.num_ranks, 1, layout::kMaxKernelRanks);
 }
 inline void check_ids(const TopkIds& ids, int num_experts, int) {
   check_range("num_experts", num_experts, 1, layout::kMaxExperts);
@@ -26,14 +30,11 @@ void load_kernel(Kernel*, int) {}
 template <typename... Params, typename... Args>
 void launch(void (*kernel)(Params...), int num_blocks, int num_warps, std::size_t, Stream, bool, const char*,
             const Args&... args) {
-  std::vector<std::thread> blocks;
-  for (int block = 0; block < num_blocks; ++block)
-    blocks.emplace_back([&, block] {
-      emulation::Block(static_cast<unsigned>(block), static_cast<unsigned>(num_blocks),
+  ::emulation::run_blocks(num_blocks, [&](int block) {
+    ::emulation::Block(static_cast<unsigned>(block), static_cast<unsigned>(num_blocks),
                        static_cast<unsigned>(32 * num_warps), [&] { kernel(args...); })
-          .run();
-    });
-  for (std::thread& block : blocks) block.join();
+        .run();
+  });
 }
 
 }  // namespace deep_moe::kernels

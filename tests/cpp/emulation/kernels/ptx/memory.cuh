@@ -57,6 +57,7 @@ inline std::uint64_t atom_or_relaxed_gpu(std::uint64_t* address, std::uint64_t v
 inline std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* address, std::uint32_t value) {
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
+inline void keep(std::uint32_t) {}
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline uint4 ld_weak_16(const void* address) { return *static_cast<const uint4*>(address); }
