@@ -66,7 +66,10 @@ def compare(old: Sequence[Document], new: Sequence[Document]) -> Comparison:
     """Compares the rows of the runs of two files, in the order of the new one."""
     before, now = _by_key(old), _by_key(new)
     changes = [Change(one, before[key].us) for key, one in now.items() if key in before]
-    only_old, only_new = len(before.keys() - now), len(now.keys() - before)
+    only_old, only_new = (
+        sum(not one.is_limit for key, one in mine.items() if key not in others)
+        for mine, others in ((before, now), (now, before))
+    )
     return Comparison(changes, _differences(old[0], new[0]), only_old, only_new)
 
 

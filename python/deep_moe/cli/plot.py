@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from .report import Row, describe_run, drawn_rows
 from .runs import Document, Measure, measures, options_of
 
 STEPS = (DISPATCH.name, COMBINE.name, PAIR.name)
+STYLES = {"(graph)": "--", "(Python)": ":"}
 
 
 def require_matplotlib() -> None:
@@ -72,35 +74,48 @@ def _curves(found: Sequence[Measure], axis: str) -> list[Curve]:
 def write_chart(path: Path, documents: Sequence[Document]) -> None:
     """Draws curves where there is anything to draw them over, else bars."""
     axis, found = curves(documents)
+    rows = [Row(**row) for row in documents[0]["rows"]]
+    title = describe_run(options_of(documents[0]))
     if found:
-        write_curves(path, describe_run(options_of(documents[0])), axis, found)
+        if len(documents) > 1:  # each has its own number of tokens
+            title = re.sub(r" \d+ tokens each( \(LL: \d+\))?,", "", title)
+        write_curves(path, title, axis, found)
+    elif drawn_rows(rows):
+        write_bars(path, title, rows)
     else:
-        write_bars(path, describe_run(options_of(documents[0])), [Row(**row) for row in documents[0]["rows"]])
+        raise ValueError("plot: there is nothing to draw in this run")
 
 
 def write_curves(path: Path, title: str, axis: str, found: Sequence[Curve]) -> None:
     """Draws time and share of the bound, side by side."""
     pyplot = _pyplot()
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     has_shares = any(share is not None for curve in found for share in curve.shares)
     figure, panels = pyplot.subplots(
-        1, 2 if has_shares else 1, figsize=(12 if has_shares else 7, 6), layout="constrained", squeeze=False
+        1, 2 if has_shares else 1, figsize=(12, 7), layout="constrained", squeeze=False
     )
     times = panels[0, 0]
-    markers = "os^Dvx"
     for index, curve in enumerate(found):
-        style = {"marker": markers[index // 10 % len(markers)], "color": f"C{index % 10}", "markersize": 4}
+        style = {"color": f"C{index % 10}", "marker": "os^Dv"[index // 10 % 5], "markersize": 4}
+        style["linestyle"] = next((STYLES[driver] for driver in STYLES if driver in curve.label), "-")
         times.plot(curve.x, curve.us, label=curve.label, **style)
         both = zip(curve.x, curve.shares, strict=True)
         known = [(x, 100 * share) for x, share in both if share is not None]
         if known:
             panels[0, 1].plot(*zip(*known, strict=True), **style)
+    places = sorted({x for curve in found for x in curve.x})
     for axes in panels[0]:
         axes.set_xscale("log", base=2)
-        places = sorted({x for curve in found for x in curve.x})
         axes.set_xticks(places, [str(x) for x in places], fontsize=8)
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(axis, fontsize=8)
+        axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
     times.set_yscale("log")
+    times.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    times.yaxis.set_major_formatter(FuncFormatter(lambda us, _: f"{us:g}"))
+    times.yaxis.set_minor_formatter(NullFormatter())
     times.set_ylabel("us (median, until the last rank is ready)", fontsize=8)
     if has_shares:
         panels[0, 1].axhline(100, color="black", linewidth=0.8)

@@ -24,7 +24,7 @@ DEFAULT_ITERS = 20
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a call; ``unit`` is SMs or threads, ``built_in_us`` None if that was not tried."""
+    """What was chosen for a call; ``unit`` is SMs or threads, ``built_in_us`` None if not tried."""
 
     call: str
     payload: str
@@ -180,6 +180,10 @@ def run_tune(given: dict[str, Any], source: Path | None, output: Path | None, wr
     return passed
 
 
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit if number > 1 else unit.removesuffix('s')}"
+
+
 def gain(choice: Choice) -> str:
     """How much less time the chosen number takes than the built-in one."""
     if choice.built_in_us is None:
@@ -207,9 +211,9 @@ def print_tuned(console: Any, tuned: Tuned) -> None:
         table.add_row(
             choice.call,
             choice.payload,
-            f"{choice.chosen} {choice.unit}",
+            _count(choice.chosen, choice.unit),
             format_us(choice.us),
-            f"{choice.built_in} {choice.unit}",
+            _count(choice.built_in, choice.unit),
             "" if choice.built_in_us is None else format_us(choice.built_in_us),
             gain(choice),
         )
