@@ -88,7 +88,7 @@ def read(path: Path) -> list[Entry]:
     """The entries of a file; ValueError or OSError for one that cannot be used."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, or no JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, no JSON, or nested too deeply
         raise ValueError(f"{path}: not JSON: {error}") from None
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
@@ -156,7 +156,7 @@ def _load(path: Path, must_exist: bool) -> tuple[Entry, ...]:
         if not must_exist and not path.exists():
             return ()
         return tuple(read(path))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         said = f"{path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         warnings.warn(f"tuning file {said}; built-in values are used", RuntimeWarning, stacklevel=4)
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -40,6 +41,11 @@ def configured(ranks: int = 8) -> tuple[int, int]:
     """SMs of the Configs for dispatch and combine."""
     buffer = deep_moe.Buffer
     return buffer.get_dispatch_config(ranks).num_sms, buffer.get_combine_config(ranks).num_sms
+
+
+def document(change: dict[str, Any]) -> str:
+    """A file with one entry, of which something is changed."""
+    return json.dumps({"schema": 1, "entries": [asdict(H200) | change]})
 
 
 # ---- what fits ----
@@ -101,7 +107,7 @@ def test_wrong_numbers_of_ranks_are_refused_as_ever(path: Path, ranks: int) -> N
     ("text", "says"),
     [
         ("", "not JSON"),
-        ("[" * 100_000, ""),
+        ("[" * 100_000, "not JSON"),
         ("\x00\xff", "not JSON"),
         ("[]", "schema None"),
         ('{"schema": 2, "entries": []}', "schema 2, this version of deep_moe reads 1"),
@@ -109,13 +115,13 @@ def test_wrong_numbers_of_ranks_are_refused_as_ever(path: Path, ranks: int) -> N
         ('{"schema": 1, "entries": [3]}', "entry 0: no object"),
         ('{"schema": 1, "entries": [{"ranks": 8}]}', "entry 0: hardware, ranks, hidden and dtype"),
         (
-            json.dumps({"schema": 1, "entries": [asdict(H200) | {"ranks": "8"}]}),
+            document({"ranks": "8"}),
             "entry 0: ranks is no number",
         ),
-        (json.dumps({"schema": 1, "entries": [asdict(H200) | {"hardware": [1]}]}), "hardware is no text"),
-        (json.dumps({"schema": 1, "entries": [asdict(H200) | {"dispatch_sms": 0}]}), "dispatch_sms is no"),
-        (json.dumps({"schema": 1, "entries": [asdict(H200) | {"combine_sms": True}]}), "combine_sms is no"),
-        (json.dumps({"schema": 1, "entries": [asdict(H200) | {"combine_sms": 9999}]}), "combine_sms is no"),
+        (document({"hardware": [1]}), "hardware is no text"),
+        (document({"dispatch_sms": 0}), "dispatch_sms is no"),
+        (document({"combine_sms": True}), "combine_sms is no"),
+        (document({"combine_sms": 9999}), "combine_sms is no"),
     ],
     ids=range(13),
 )
@@ -125,12 +131,10 @@ def test_a_broken_file_warns_once(path: Path, text: str, says: str) -> None:
         assert configured() == (BUILT_IN, BUILT_IN)
         assert configured() == (BUILT_IN, BUILT_IN)
     (warning,) = caught
-    assert says in str(warning.message)
-    if "recursion" not in str(warning.message):
-        assert str(path) in str(warning.message)
-        with pytest.raises(ValueError, match="tuning.json"):
-            tuning.store(path, [H200])
-        assert path.read_bytes() == text.encode("latin-1")
+    assert says in str(warning.message) and str(path) in str(warning.message)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        tuning.store(path, [H200])
+    assert path.read_bytes() == text.encode("latin-1")
 
 
 def test_a_named_file_that_is_not_there_warns(path: Path) -> None:
@@ -139,7 +143,7 @@ def test_a_named_file_that_is_not_there_warns(path: Path) -> None:
 
 
 def test_fields_of_later_versions_are_left_out(path: Path) -> None:
-    path.write_text(json.dumps({"schema": 1, "entries": [asdict(H200) | {"new": 1}]}))
+    path.write_text(document({"new": 1}))
     assert configured() == (16, 12)
 
 

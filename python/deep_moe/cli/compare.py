@@ -43,8 +43,8 @@ class Comparison:
     only_new: int
 
     def slower(self, percent: float) -> list[Change]:
-        """The rows that have become slower by more than ``percent``; plain copies are none of deep_moe's."""
-        return [change for change in self.changes if not change.new.is_limit and change.percent > percent]
+        """The rows that have become slower by more than ``percent``; deep_moe's own alone."""
+        return [change for change in self.changes if change.new.is_ours and change.percent > percent]
 
 
 def _work(document: Document) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ def compare(old: Sequence[Document], new: Sequence[Document]) -> Comparison:
     before, now = _by_key(old), _by_key(new)
     changes = [Change(one, before[key].us) for key, one in now.items() if key in before]
     only_old, only_new = (
-        sum(not one.is_limit for key, one in mine.items() if key not in others)
+        sum(one.is_ours for key, one in mine.items() if key not in others)
         for mine, others in ((before, now), (now, before))
     )
     return Comparison(changes, _differences(old[0], new[0]), only_old, only_new)
@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 
 def summary_of(comparison: Comparison) -> str:
     """One line: how many rows, and their change on average."""
-    ours = [change for change in comparison.changes if not change.new.is_limit]
+    ours = [change for change in comparison.changes if change.new.is_ours]
     if not ours:
         return "no row is in both files"
     mean = math.exp(sum(math.log1p(change.percent / 100) for change in ours) / len(ours))
@@ -156,7 +156,7 @@ def verdict(comparison: Comparison, fail_if_slower: float | None) -> str:
     """What makes the comparison fail, or nothing. A gate without any row to look at is no gate, and fails."""
     if fail_if_slower is None:
         return ""
-    if all(change.new.is_limit for change in comparison.changes):
+    if not any(change.new.is_ours for change in comparison.changes):
         return "no row is in both files, so that none can be compared"
     slower = comparison.slower(fail_if_slower)
     if not slower:

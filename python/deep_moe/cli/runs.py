@@ -12,7 +12,7 @@ from .options import BenchOptions
 from .report import SCHEMA
 
 Document = dict[str, Any]
-LIMITS = ("memcpy", "copy")
+OURS = ("deep_moe", "low latency", "small pair")
 
 
 def merge_runs(documents: Sequence[Document]) -> Document:
@@ -60,9 +60,9 @@ class Measure:
     num_sms: int | None = None
 
     @property
-    def is_limit(self) -> bool:
-        """Whether this is a plain copy, which says something of the machine and nothing of deep_moe."""
-        return self.kind in LIMITS
+    def is_ours(self) -> bool:
+        """Whether this is deep_moe's time. Plain copies, torch's gate and experts, gloo and NCCL are not."""
+        return self.kind in OURS
 
 
 def measures(document: Document) -> list[Measure]:
