@@ -21,6 +21,9 @@ from .support.system import num_gpus
 
 TESTS = Path(__file__).parent
 
+# A tuning file of whoever runs the tests is none of theirs.
+os.environ["DEEP_MOE_TUNING_FILE"] = ""
+
 # Forked ranks must not inherit a pool of threads, and there are more ranks than cores anyway.
 torch.set_num_threads(1)
 

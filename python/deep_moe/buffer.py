@@ -6,10 +6,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from . import _C
+from . import _C, tuning
 from ._base import Payload
 from ._low_latency import LowLatencyCalls
 from .config import (
+    NUM_SMS,
     Config,
     check_config,
     check_streams,
@@ -77,7 +78,8 @@ class Buffer(LowLatencyCalls):
         ValueError, TypeError, UnavailableError: wrong arguments; on the peers PeerRefusedError.
     """
 
-    num_sms: int = 20
+    num_sms: int = NUM_SMS
+    _is_num_sms_set = False
 
     # ---- settings and hints ----
     @staticmethod
@@ -99,6 +101,7 @@ class Buffer(LowLatencyCalls):
             ValueError, TypeError: it is less, or no whole number.
         """
         Buffer.num_sms = whole_number(new_num_sms, "new_num_sms", lowest=1)
+        Buffer._is_num_sms_set = True
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -107,13 +110,30 @@ class Buffer(LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The tuned Config for :meth:`dispatch` among ``num_ranks`` ranks, any number from 1."""
-        return dispatch_config(num_ranks, Buffer.num_sms)
+        """The tuned Config for :meth:`dispatch` among any number of ranks.
+
+        Its SMs are those of :meth:`set_num_sms`, else of a tuning file (``deep-moe tune``) that fits this
+        hardware and ``num_ranks``, else built in. All ranks have to see the same file.
+
+        Args:
+            num_ranks: any number from 1.
+        """
+        return dispatch_config(num_ranks, Buffer._sms_of("dispatch", num_ranks))
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The tuned Config for :meth:`combine` among ``num_ranks`` ranks, any number from 1."""
-        return combine_config(num_ranks, Buffer.num_sms)
+        """The tuned Config for :meth:`combine` among any number of ranks; as :meth:`get_dispatch_config`.
+
+        Args:
+            num_ranks: any number from 1.
+        """
+        return combine_config(num_ranks, Buffer._sms_of("combine", num_ranks))
+
+    @staticmethod
+    def _sms_of(call: str, num_ranks: int) -> int:
+        if Buffer._is_num_sms_set or Buffer.num_sms != NUM_SMS:
+            return Buffer.num_sms
+        return tuning.num_sms(call, num_ranks) or NUM_SMS
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -261,7 +281,7 @@ class Buffer(LowLatencyCalls):
             num_worst_tokens: if not 0, the number of rows of all results, whatever arrives: ids and sources
                 are -1 and weights 0 past the rows that arrived. Too small a number raises ValueError on every
                 rank.
-            config: tuning numbers, or None for the tuned ones and the SMs of :meth:`set_num_sms`.
+            config: tuning numbers, as of :meth:`get_dispatch_config`; None: the SMs of :meth:`set_num_sms`.
             previous_event, async_finish, allocate_on_comm_stream: as in :meth:`get_dispatch_layout`.
             num_experts: E.
 

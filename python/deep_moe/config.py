@@ -12,6 +12,7 @@ from .errors import UnavailableError
 from .events import EventHandle, EventOverlap, cuda
 
 __all__ = [
+    "NUM_SMS",
     "Config",
     "check_config",
     "check_streams",
@@ -23,6 +24,9 @@ __all__ = [
     "topk_idx_t",
     "whole_number",
 ]
+
+NUM_SMS = 20
+"""SMs that a call may use unless something else is set or tuned."""
 
 topk_idx_t = torch.int64
 """The usual dtype of ``topk_idx``; int32 is taken as well."""

@@ -35,8 +35,9 @@ from deep_moe.cli.gpu_report import (
     summarise_gpu,
 )
 from deep_moe.cli.launch import run_ranks
-from deep_moe.cli.options import BenchOptions, parse_num_sms, resolve
-from deep_moe.cli.report import assemble_checks, to_document, write_json, write_plot
+from deep_moe.cli.options import BenchOptions, parse_numbers, resolve
+from deep_moe.cli.plot import write_bars
+from deep_moe.cli.report import assemble_checks, to_document, write_json
 
 OPTIONS = complete_gpu_options(resolve({"device": "cuda", "ranks": 2, "num_sms": (8, 16), "fp8": True}), 1)
 
@@ -90,10 +91,10 @@ def test_options_of_the_other_device_are_refused(given: dict[str, Any], text: st
 
 
 def test_numbers_of_sms() -> None:
-    assert parse_num_sms("8") == (8,)
-    assert parse_num_sms("8,12,16") == (8, 12, 16)
+    assert parse_numbers("8", "num-sms") == (8,)
+    assert parse_numbers("8,12,16", "num-sms") == (8, 12, 16)
     with pytest.raises(ValueError, match="num-sms: got 8,x"):
-        parse_num_sms("8,x")
+        parse_numbers("8,x", "num-sms")
 
 
 @pytest.mark.parametrize("arguments", [("--graph",), ("--compare", "nccl"), ("--num-sms", "many")])
@@ -310,7 +311,7 @@ def test_gpu_json_and_chart(tmp_path: Path) -> None:
     assert read["summary"]["overlap"][0]["gemm"] == [8192, 8192, 2048]
     assert {row["kind"] for row in read["rows"]} == {"copy", "deep_moe", "difference"}
     pytest.importorskip("matplotlib")
-    write_plot(tmp_path / "out.png", OPTIONS, results.rows)
+    write_bars(tmp_path / "out.png", "a run", results.rows)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,4 +1,4 @@
-"""The command line of deep_moe: ``deep-moe bench``, ``plan`` and ``doctor``.
+"""The command line of deep_moe: ``deep-moe bench``, ``compare``, ``plot``, ``tune``, ``plan`` and ``doctor``.
 
 Nothing here is imported by ``import deep_moe``; :func:`main` loads the commands when they are asked for.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +35,27 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit()
 
 
+@contextmanager
+def _reports_errors(command: str) -> Iterator[None]:
+    """Turns wrong arguments into code 2 and a rank's failure into code 1, with a line of text each."""
+    from .launch import RankFailedError
+
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        typer.echo(f"deep-moe {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+    except RankFailedError as error:
+        typer.echo(f"deep-moe {command}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _leave_with(command: str, problem: str) -> None:
+    if problem:
+        typer.echo(f"deep-moe {command}: {problem}", err=True)
+        raise typer.Exit(1)
+
+
 @app.callback()
 def root(
     version: Annotated[
@@ -49,7 +72,9 @@ def bench(
         Number, typer.Option(help="Ranks [default: one a GPU, 2 on one GPU, 4 on the CPU].")
     ] = None,
     device: Annotated[Text, typer.Option(help="auto, cpu or cuda.")] = None,
-    tokens: Annotated[Number, typer.Option(help="Tokens a rank [default: 512; GPUs: 4096].")] = None,
+    tokens: Annotated[
+        Text, typer.Option(help="Tokens a rank, or 64,512,4096: a run each [default: 512; GPUs: 4096].")
+    ] = None,
     ll_tokens: Annotated[Number, typer.Option(help="Tokens a rank in LL mode [default: up to 128].")] = None,
     hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048; GPUs: 7168].")] = None,
     experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64; GPUs: 256].")] = None,
@@ -92,7 +117,13 @@ def bench(
     seed: Annotated[Number, typer.Option(help="Seed of weights and made-up routes [default: 0].")] = None,
     timeout: Annotated[Real, typer.Option(help="Seconds for the whole run [default: 600].")] = None,
     json: Annotated[File, typer.Option(help="Write parameters, machine and all rows to this file.")] = None,
-    plot: Annotated[File, typer.Option(help="Draw the table to this file (needs matplotlib).")] = None,
+    plot: Annotated[
+        File, typer.Option(help="Draw bars, or curves over tokens or SMs, to this file (needs matplotlib).")
+    ] = None,
+    against: Annotated[File, typer.Option(help="Compare with this JSON file of an earlier run.")] = None,
+    fail_if_slower: Annotated[
+        Real, typer.Option(help="With --against: code 1 if a row is slower by more than so many percent.")
+    ] = None,
 ) -> None:
     """Runs MoE layers over ranks of this machine, checks them, and times every step.
 
@@ -100,20 +131,91 @@ def bench(
     """
     given: dict[str, Any] = dict(locals())
     json_path, plot_path = given.pop("json"), given.pop("plot")
-    from .bench import plan, run_bench
-    from .launch import RankFailedError
+    del given["against"], given["fail_if_slower"]
+    with _reports_errors("bench"):
+        from .bench import plan_all, run_bench
+        from .compare import verdict
 
-    try:
-        passed = run_bench(plan(given), json_path, plot_path)
-    except (ValueError, OSError) as error:
-        typer.echo(f"deep-moe bench: {error}", err=True)
-        raise typer.Exit(2) from None
-    except RankFailedError as error:
-        typer.echo(f"deep-moe bench: {error}", err=True)
-        raise typer.Exit(1) from None
-    if not passed:
-        typer.echo("deep-moe bench: a result differs from the dense computation (see FAILED above)", err=True)
-        raise typer.Exit(1)
+        if fail_if_slower is not None and against is None:
+            raise ValueError("fail-if-slower: it needs --against FILE")
+        passed, comparison = run_bench(plan_all(given), json_path, plot_path, against)
+    problem = "" if passed else "a result differs from the dense computation (see FAILED above)"
+    if passed and comparison is not None:
+        problem = verdict(comparison, fail_if_slower)
+    _leave_with("bench", problem)
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="A JSON file of deep-moe bench.")],
+    new: Annotated[Path, typer.Argument(help="A later one.")],
+    fail_if_slower: Annotated[
+        Real, typer.Option(help="Code 1 if a row is slower by more than so many percent.")
+    ] = None,
+) -> None:
+    """Compares two files of deep-moe bench, row by row."""
+    with _reports_errors("compare"):
+        from .bench import make_console
+        from .compare import compare as compare_runs
+        from .compare import print_comparison, verdict
+        from .runs import read_runs
+
+        comparison = compare_runs(read_runs(old), read_runs(new))
+        print_comparison(make_console(), comparison, str(old), str(new))
+    _leave_with("compare", verdict(comparison, fail_if_slower))
+
+
+@app.command()
+def plot(
+    source: Annotated[Path, typer.Argument(help="A JSON file of deep-moe bench.", metavar="JSON")],
+    image: Annotated[Path, typer.Argument(help="The chart: .png, .svg or .pdf.", metavar="IMAGE")],
+) -> None:
+    """Draws a file of deep-moe bench: curves over tokens or SMs, or bars (needs matplotlib)."""
+    with _reports_errors("plot"):
+        from .plot import require_matplotlib, write_chart
+        from .runs import read_runs
+
+        require_matplotlib()
+        write_chart(image, read_runs(source))
+
+
+@app.command()
+def tune(
+    ranks: Annotated[
+        Number, typer.Option(help="Ranks [default: one a GPU, 2 on one GPU, 4 on the CPU].")
+    ] = None,
+    device: Annotated[Text, typer.Option(help="auto, cpu or cuda.")] = None,
+    tokens: Annotated[Number, typer.Option(help="Tokens a rank [default: 512; GPUs: 4096].")] = None,
+    hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048; GPUs: 7168].")] = None,
+    experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64; GPUs: 256].")] = None,
+    topk: Annotated[Number, typer.Option(help="Experts a token [default: 8].")] = None,
+    model: Annotated[Text, typer.Option(help="Take the shape of a published model.")] = None,
+    dtype: Annotated[Text, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    fp8: Annotated[Flag, typer.Option("--fp8/--no-fp8", help="GPUs: tune fp8 rows too.")] = None,
+    routing: Annotated[Text, typer.Option(help="text, uniform, zipf or hot.")] = None,
+    numbers: Annotated[
+        Text, typer.Option(help="SMs a rank to try [default: 8,12,16,20,24,32]; on the CPU threads.")
+    ] = None,
+    iters: Annotated[Number, typer.Option(help="Timed pairs; GPUs: chains [default: 20].")] = None,
+    timeout: Annotated[Real, typer.Option(help="Seconds for a run [default: 600].")] = None,
+    source: Annotated[
+        File, typer.Option("--from", help="Choose from a JSON file of deep-moe bench on GPUs; run nothing.")
+    ] = None,
+    output: Annotated[
+        File, typer.Option(help="The tuning file [default: DEEP_MOE_TUNING_FILE, or the user's].")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write/--no-write", help="Write the tuning file.")] = True,
+) -> None:
+    """Measures how many SMs are enough for dispatch and combine here, and writes the tuning file."""
+    given: dict[str, Any] = dict(locals())
+    for name in ("source", "output", "write"):
+        del given[name]
+    with _reports_errors("tune"):
+        from .tune import run_tune
+
+        passed = run_tune(given, source, output, write)
+    problem = "" if passed else "a result differs from the dense computation; nothing is written"
+    _leave_with("tune", problem)
 
 
 @app.command()

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import _variants
+from ..tuning import cpu_model
 from . import probes
 from .findings import Finding
-from .machine import build_info, cpu_model, memory_bytes, num_cores
+from .machine import build_info, memory_bytes, num_cores
 from .network import find_network
 
 TORCH_FLOOR = (2, 4)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..config import NUM_SMS
 from .options import BenchOptions
 
 MAX_THREAD_RANKS = 8
-DEFAULT_SMS = 20  # Buffer.num_sms
 CALLS_A_CHAIN = 10
 GRAPH_REPEATS = 10  # chains in one CUDA graph
 OVERLAP_SMS = 16
@@ -92,7 +92,7 @@ def complete_gpu_options(options: BenchOptions, gpus: int) -> BenchOptions:
             "copies of the same run"
         )
     processes = options.ranks if gpus > 1 else 1
-    return replace(options, processes=processes, num_sms=options.num_sms or (DEFAULT_SMS,))
+    return replace(options, processes=processes, num_sms=options.num_sms or (NUM_SMS,))
 
 
 def gpu_environment(options: BenchOptions) -> dict[str, str]:

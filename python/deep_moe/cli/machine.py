@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..tuning import cpu_model
 from .options import BenchOptions
 
 
@@ -42,16 +43,6 @@ def pick_device(asked: str) -> str:
             "(deep-moe doctor says what is missing); allowed here: cpu, auto"
         )
     return "cpu"
-
-
-def cpu_model() -> str:
-    """Returns the processor's name."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.lower().startswith(("model name", "cpu model", "hardware")):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def num_cores() -> int:

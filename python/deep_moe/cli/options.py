@@ -96,12 +96,12 @@ class BenchOptions:
         return BenchOptions(**fields | {"num_sms": tuple(fields["num_sms"])})
 
 
-def parse_num_sms(text: str) -> tuple[int, ...]:
-    """Returns the numbers of ``"8"`` or ``"8,12,16"``; ValueError for anything else."""
+def parse_numbers(text: str, name: str) -> tuple[int, ...]:
+    """Returns the numbers of ``"8"`` or ``"8,12,16"``; ValueError that names the option for anything else."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"num-sms: got {text}; allowed: a number, or several with commas between") from None
+        raise ValueError(f"{name}: got {text}; allowed: a number, or several with commas between") from None
 
 
 def resolve(given: dict[str, Any], model: ModelShape | None = None, trace_topk: int = 0) -> BenchOptions:
