@@ -120,6 +120,14 @@ def test_low_latency_pairs_are_compared_by_what_is_shown() -> None:
         assert found[f"LL {entry['payload']}", entry["call"], entry["driver"], entry["tokens"]] == time
 
 
+def test_rows_without_a_time_are_left_out(run: dict[str, Any]) -> None:
+    """A time that was no number is null in the file."""
+    other = copy.deepcopy(run)
+    other["rows"][-1]["us"] = None
+    found = compare([run], [other])
+    assert (found.only_old, found.only_new) == (1, 0) and verdict(found, 0.0) == ""
+
+
 def test_files_of_the_first_schema_are_read() -> None:
     (run,) = read_runs(RESULTS / "cpu_2core_epyc_2026-11-30.json")
     assert run["schema"] == 1

@@ -124,6 +124,28 @@ def test_one_rank_and_odd_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_tune_is_picked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share a GPU here, so that the entry fits a program of one process on one GPU."""
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first_gpu())
+    monkeypatch.setenv("DEEP_MOE_TUNING_FILE", str(path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    command = [sys.executable, "-m", "deep_moe", "tune", "--device", "cuda", *SMALL, "--numbers", "4,8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert (entry["ranks"], entry["ranks_per_gpu"], entry["hidden"]) == (2, 2, 512)
+    assert {entry["dispatch_sms"], entry["combine_sms"]} <= {4, 8, 20}
+    program = (
+        "import torch; from deep_moe import Buffer as b; torch.cuda.init(); "
+        "print(b.get_dispatch_config(2).num_sms, b.get_combine_config(2).num_sms)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.split() == [str(entry["dispatch_sms"]), str(entry["combine_sms"])], done.stderr
+
+
 def test_nccl_needs_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first_gpu())
     done = bench(*SMALL, "--compare", "nccl")

@@ -70,7 +70,7 @@ def measures(document: Document) -> list[Measure]:
     parameters, summary = document["parameters"], document["summary"]
     found: list[Measure] = []
     for row in document["rows"]:
-        if row["kind"] != "difference" and row["us"] is not None:
+        if row["kind"] != "difference":
             is_ll = row["name"].startswith("LL") or "(LL" in row["name"]
             tokens = parameters["ll_tokens" if is_ll else "tokens"]
             found.append(
@@ -98,10 +98,12 @@ def measures(document: Document) -> list[Measure]:
 
 
 def _fastest(found: Iterable[Measure]) -> list[Measure]:
-    """One measure for each of those that differ in their times alone: the fastest."""
+    """One measure for each of those that differ in their times alone: the fastest. None without a time."""
     kept: dict[tuple[Any, ...], Measure] = {}
     for one in found:
         key = (one.name, one.step, one.driver, one.kind, one.tokens)
+        if not one.us:
+            continue
         if key not in kept or one.us < kept[key].us:
             kept[key] = one
     return list(kept.values())
