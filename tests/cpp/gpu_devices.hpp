@@ -6,11 +6,20 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace deep_moe::test {
 
 inline void cuda(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// Asks again and again: whoever waits for a stream under compute-sanitizer keeps the launches of other threads waiting,
+// which its kernel may be waiting for.
+inline void wait_for(cudaStream_t stream) {
+  cudaError_t status;
+  while ((status = cudaStreamQuery(stream)) == cudaErrorNotReady) std::this_thread::yield();
+  cuda(status);
 }
 
 inline int num_gpus() {
@@ -51,6 +60,31 @@ inline void sync_gpus() {
     cuda(cudaDeviceSynchronize());
   }
 }
+
+#ifdef __CUDACC__
+// As much local memory as code may need that a tool has changed: a launch that needs more than any before waits until
+// no kernel runs, also one that waits for this launch.
+template <int kBytes>
+__global__ void local_memory_of_tools(int at) {
+  volatile char bytes[kBytes];
+  bytes[at] = 0;
+  (void)bytes[kBytes - 1 - at];
+}
+inline void reserve_local_memory_of_tools() {
+  static const bool reserved = [] {
+    for (int gpu = 0; gpu < num_gpus(); ++gpu) {
+      const OnGpuOf on(gpu);
+      local_memory_of_tools<8192><<<1, 1>>>(0);
+      cuda(cudaGetLastError());
+    }
+    sync_gpus();
+    return true;
+  }();
+  (void)reserved;
+}
+#else
+inline void reserve_local_memory_of_tools() {}
+#endif
 
 // What cudaMalloc gives on one GPU can be used on all others from here on.
 inline void connect_gpus() {

@@ -42,7 +42,7 @@ class LowRanks {
     return memory;
   }
   void clear(int r) { used_[r] = 0; }
-  void sync(int r) { cuda(cudaStreamSynchronize(world.rank(r).stream)); }
+  void sync(int r) { wait_for(world.rank(r).stream); }
 
   World world;
   kernels::LowLatencyStaging staging;

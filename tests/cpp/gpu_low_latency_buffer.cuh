@@ -39,7 +39,7 @@ class LowBuffer {
 
   Buffer* operator->() { return buffer_.get(); }
   cudaStream_t stream() const { return stream_; }
-  void sync() { cuda(cudaStreamSynchronize(stream_)); }
+  void sync() { wait_for(stream_); }
 
   // The view's tensor on the GPU; kept until clear().
   TensorView upload(const TensorView& view) {

@@ -95,6 +95,7 @@ class World {
         max_tokens_(max_tokens),
         ranks_(num_ranks) {
     connect_gpus();
+    reserve_local_memory_of_tools();
     for (int r = 0; r < num_ranks; ++r) {
       const OnGpuOf on(r);
       if (r < num_gpus()) kernels::prepare();

@@ -61,6 +61,8 @@ struct Memory {
   };
   // A tensor that the host can read.
   std::function<Tensor(const Tensor&)> download = [](const Tensor& tensor) { return tensor; };
+  // Before each call, once this rank's tensors are there.
+  std::function<void()> meet = [] {};
 };
 
 inline TensorView x_view(Input& input, const Shape& shape) {
@@ -141,6 +143,7 @@ inline void check_combine(Buffer& buffer, const Shape& shape, Input& input, cons
     args.topk_weights = result.recv_topk_weights.view;
     args.bias0 = uploaded.x.view;
   }
+  memory.meet();
   const CombineResult combined = buffer.combine(args);
   const Tensor sums = memory.download(combined.combined_x), weights = memory.download(combined.combined_topk_weights);
   for (std::int64_t token = 0; token < input.num_tokens; ++token) {
@@ -172,6 +175,7 @@ inline void round_trip(Buffer& buffer, const Shape& shape, std::uint64_t step, i
   Input& mine = inputs[static_cast<std::size_t>(buffer.rank())];
   const Uploaded uploaded = upload(buffer, memory, mine, shape);
   DispatchArgs args = dispatch_args(uploaded, shape);
+  memory.meet();
   const DispatchResult result = buffer.dispatch(args);
   const std::int64_t rows = check_received(shape, inputs, buffer.rank(), result, memory);
   expect(rows == result.recv_x.data.view.shape[0], "number of rows");
@@ -181,6 +185,7 @@ inline void round_trip(Buffer& buffer, const Shape& shape, std::uint64_t step, i
   again.x.data = uploaded.x.view;
   const DispatchHandle handle = result.handle.view();
   again.handle = &handle;
+  memory.meet();
   const DispatchResult cached = buffer.dispatch(again);
   memory.download(cached.recv_x.data);
   buffer.check();
@@ -190,6 +195,7 @@ inline void round_trip(Buffer& buffer, const Shape& shape, std::uint64_t step, i
   // no more rows than a number that is known
   for (const Input& input : inputs) args.num_worst_tokens += input.num_tokens;
   args.num_worst_tokens += 3;
+  memory.meet();
   const DispatchResult worst = buffer.dispatch(args);
   expect(check_received(shape, inputs, buffer.rank(), worst, memory) == rows, "rows with num_worst_tokens");
   const Tensor worst_ids = memory.download(worst.recv_topk_idx);

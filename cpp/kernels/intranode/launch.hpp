@@ -44,11 +44,18 @@ void with_id_type(int id_bytes, Body body) {
   }
 }
 
-// Makes the driver load a kernel now, and lets it take that much dynamic shared memory.
+// Makes the driver set local memory aside for as many bytes a thread on the current device. It does so by itself when a
+// kernel is launched that needs more than any before, but waits for all kernels of the device to end first, and one of
+// them may be waiting for that very launch: ranks that share a GPU.
+void reserve_local_memory(std::size_t bytes);
+
+// Makes the driver load a kernel now, with the local memory that it needs, and lets it take that much dynamic shared
+// memory.
 template <typename Kernel>
 void load_kernel(Kernel* kernel, int dynamic_shared_bytes) {
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+  reserve_local_memory(attributes.localSizeBytes);
   if (dynamic_shared_bytes > 0) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes),
                "setting a kernel's shared memory");

@@ -58,6 +58,33 @@ int current_device() {
   return device;
 }
 
+// By device, bytes a thread; known to reserve_local_memory() alone.
+std::atomic<std::size_t> local_bytes[kMaxDevices];
+constexpr std::size_t kFewestLocalBytes = 256, kMostLocalBytes = 4096;
+
+// Does nothing, with that much local memory.
+template <std::size_t kBytes>
+__global__ void local_memory_kernel(int at) {
+  volatile char bytes[kBytes];
+  bytes[at] = 0;
+  (void)bytes[kBytes - 1 - static_cast<std::size_t>(at)];
+}
+
+template <std::size_t kBytes>
+void reserve(std::size_t bytes) {
+  if constexpr (kBytes < kMostLocalBytes) {
+    if (bytes > kBytes) return reserve<2 * kBytes>(bytes);
+  }
+  cudaStream_t stream;
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  local_memory_kernel<kBytes><<<1, 1, 0, stream>>>(0);
+  const cudaError_t launched = cudaGetLastError(), ended = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check_cuda(launched, "launch of a kernel with local memory");
+  check_cuda(ended, "setting local memory aside");
+  local_bytes[current_device()] = kBytes;
+}
+
 }  // namespace
 
 bool compiled() { return true; }
@@ -71,6 +98,10 @@ void prepare() {
   prepare_low_latency_combine();
   prepare_low_latency_masks();
   code_version[current_device()] = loaded_code_version();
+}
+
+void reserve_local_memory(std::size_t bytes) {
+  if (bytes > local_bytes[current_device()]) reserve<kFewestLocalBytes>(bytes);
 }
 
 bool has_copy_engine() {

@@ -97,6 +97,9 @@ __device__ __forceinline__ std::uint32_t touch(const void* first, const void* en
   return sum;
 }
 
+// All warps of a block meet. Each role does so at a place of its own in the code, which __syncthreads() does not allow.
+__device__ __forceinline__ void meet_block() { ptx::barrier_sync(0, static_cast<int>(blockDim.x)); }
+
 // How a block takes part in a call: one warp of it finds out what the call is, waits until it may begin, and says that
 // the block has seen the epoch. The others wait for that warp.
 class CallEntry {
@@ -142,6 +145,7 @@ class CallEntry {
  private:
   // S1. Nobody reads any more what the slot held before. False: leave.
   __device__ __forceinline__ static bool await_slot(const LowLatencyRun& run) {
+    if (blockIdx.x == 0) tell_slot_read(run);
     const std::uint64_t last = ptx::ld_relaxed_gpu(&run.words().sent_epoch[run.state.slot]);
     const bool in_trouble = last == ptx::ld_relaxed_gpu(&run.words().trouble[run.state.slot]);
     bool ok = true;
@@ -158,6 +162,17 @@ class CallEntry {
       }
     }
     return __all_sync(0xffffffffu, ok);
+  }
+
+  // What this rank has read of the slot, to every peer: where calls of the other mode lay between, no launch has said
+  // so since, and all ranks would wait for each other. The guard of this launch, which may have read more, comes
+  // behind.
+  __device__ __forceinline__ static void tell_slot_read(const LowLatencyRun& run) {
+    const std::uint64_t done = ptx::ld_relaxed_gpu(&run.words().done_epoch[run.state.slot]);
+    ptx::fence_acq_rel_sys();
+#pragma unroll 1
+    for (int peer = lane_id(); peer < run.num_ranks(); peer += 32)
+      if (run.is_live(peer)) ptx::st_relaxed_sys(run.consumed(peer, run.state.slot, run.rank()), done);
   }
 
   static constexpr std::uint64_t kOne = std::uint64_t{1} << layout::kArrivalShift;

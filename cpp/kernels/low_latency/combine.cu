@@ -71,7 +71,7 @@ __device__ __forceinline__ void carry(const LowLatencyRun& run, const LowLatency
   bool is_there = tasks.find(carriers.mine, &next);
   ptx::griddepcontrol_wait();
   if (is_there) next.load(args);
-  __syncthreads();
+  meet_block();
   if (params.early) ptx::griddepcontrol_launch_dependents();
   if (kHolds && shared.most_tokens != static_cast<int>(args.ids.num_tokens)) [[unlikely]] {
     tasks.guess(shared.most_tokens);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void guard(const LowLatencyRun& run, const LowLatency
     if (lane_id() == 0) shared.most_tokens = most;
   }
   entry.begin(run);
-  __syncthreads();
+  meet_block();
   entry.arrive(run);
   bool ok = !run.state.failed;
   if (ok && run.sends()) {

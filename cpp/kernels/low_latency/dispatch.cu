@@ -90,7 +90,7 @@ __device__ __forceinline__ void carry(const LowLatencyRun& run, const LowLatency
   ptx::griddepcontrol_wait();
   if (kSends) counter.load();
   if (is_there && part < params.num_row_tasks) sent.load(params, token, part);
-  __syncthreads();
+  meet_block();
   if (params.early) ptx::griddepcontrol_launch_dependents();
   if (kSends) {
     counter.count(share, counts);
@@ -121,9 +121,8 @@ __device__ __forceinline__ void carry(const LowLatencyRun& run, const LowLatency
   else
     received.clear(run.tag());
   // From the last carrier on, which are the first ones that send nothing.
-  if (ok)
-    ok = gather_counts<!kSends>(at, 32 * params.num_carriers - 1 - static_cast<int>(threadIdx.x),
-                                32 * params.num_carriers);
+  const int thread = 32 * params.num_carriers - 1 - static_cast<int>(threadIdx.x), threads = 32 * params.num_carriers;
+  if (ok) ok = await_headers(run, shared, thread, threads) && gather_counts<!kSends>(at, thread, threads);
   ok = meet(params, shared, ok);
   if (kSends && ok) {
     const bool is_only = tasks.warp + params.num_carriers >= tasks.num_sent;  // still in registers
@@ -158,31 +157,19 @@ __device__ __forceinline__ void write_words(const LowLatencyRun& run, const LowL
   WordSender<kPlain, !kReceives> words(params, share);
   const bool has_words = kSends && share.first_part == 0 && share.begin < share.end;
   CallEntry entry;
-  if (lane_id() == 0) shared.failed = 0;
+  if (lane_id() == 0) shared.failed = shared.most_tokens = 0;
   ptx::griddepcontrol_wait();
   if (has_words) words.load();
   entry.begin(run);
-  __syncthreads();
+  meet_block();
   entry.arrive(run);
   bool ok = !run.state.failed;
   if (kSends) {
     ptx::barrier_sync(kCountedBarrier, num_counting(params));
     if (ok) send_counts<!kReceives>(run, params, counts);
     if (ok && has_words) words.send(run, counts);
-    if (kReceives) take_own_counts(receiver_of(run, params, counts, shared));
   }
   if (kReceives) {
-    // R1.
-    std::uint32_t most = 0;
-#pragma unroll 1
-    for (int src = lane_id(); ok && src < run.num_ranks(); src += 32) {
-      std::uint32_t tokens = 0;
-      if (run.is_live(src)) ok = await_header(run, src, false, &tokens);
-      shared.num_tokens[src] = tokens;
-      most = max(most, tokens);
-    }
-    most = __reduce_max_sync(0xffffffffu, most);
-    if (lane_id() == 0) shared.most_tokens = static_cast<int>(most);
     ok = meet(params, shared, ok);
     if (ok) count_rows(receiver_of(run, params, counts, shared));
   }
@@ -195,7 +182,7 @@ template <LowLatencyHalf kHalf_>
 __device__ __forceinline__ void guard(const LowLatencyRun& run, const LowLatencyDispatchParams& params) {
   constexpr bool kSends = kHalf_ != LowLatencyHalf::kReceive;
   ptx::griddepcontrol_wait();
-  __syncthreads();
+  meet_block();
   bool ok = !run.state.failed;
   if (ok && kSends) send_header(run, params.args.num_tokens);
   if (ok) tell_peers(run, params.args.num_tokens);
@@ -220,8 +207,7 @@ __global__ void __launch_bounds__(Width::kParts > 1 ? kNarrowThreads : kMostThre
     buffer = &buffers[min(warp, LowLatencyTuning::kDispatchCarriers - 1)];
   }
   const layout::ExpertBlocks experts(params.args.call.num_experts, domain.num_ranks);
-  const ExpertCounts counts(shared_memory, params, kHalf_ != LowLatencyHalf::kReceive,
-                            experts.num_local_experts(domain.rank));
+  const ExpertCounts counts(shared_memory, params, kHalf_ != LowLatencyHalf::kReceive, experts, domain.rank);
   // What is counted is added behind the block's meeting.
   if (kHalf_ != LowLatencyHalf::kReceive) counts.clear(static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
   const LowLatencyRun run{domain, params.args.call, params.hot, shared.call};
@@ -236,7 +222,7 @@ __global__ void __launch_bounds__(Width::kParts > 1 ? kNarrowThreads : kMostThre
   } else if (blockIdx.x == 0) {
     guard<kHalf_>(run, params);
   } else {
-    __syncthreads();
+    meet_block();
   }
 }
 

@@ -9,15 +9,19 @@
 namespace deep_moe::kernels {
 
 // Shared memory of a block: how many of this rank's tokens go to each expert, all of them and those ahead of the
-// block's; of the latter a bit for each; how many of each source's tokens go to each expert here.
+// block's; of the latter a bit for each; how many of each other source's tokens go to each expert here, in a second
+// half of this rank's own as well.
 class ExpertCounts {
  public:
-  __device__ ExpertCounts(char* base, const LowLatencyDispatchParams& params, bool sends, int num_local)
+  __device__ ExpertCounts(char* base, const LowLatencyDispatchParams& params, bool sends,
+                          const layout::ExpertBlocks& experts, int rank)
       : sums_(reinterpret_cast<std::uint32_t*>(base)),
         bits_(sums_ + (sends ? params.args.call.num_experts : 0)),
         here_(bits_ + (sends ? params.args.call.num_experts * bit_words(params) : 0)),
         bit_words_(bit_words(params)),
-        num_local_(num_local) {}
+        num_local_(experts.num_local_experts(rank)),
+        own_rank_(sends ? rank : -1),
+        own_first_(experts.first_expert(rank)) {}
   static DM_HOST_DEVICE int bit_words(const LowLatencyDispatchParams& params) { return (params.per_block + 31) / 32; }
   static std::int64_t num_bytes(const LowLatencyDispatchParams& params, bool sends, int num_ranks, int num_local) {
     const std::int64_t sent = sends ? std::int64_t{params.args.call.num_experts} * (1 + bit_words(params)) : 0;
@@ -44,17 +48,20 @@ class ExpertCounts {
     return sum + static_cast<std::uint32_t>(__popc(bits[bit / 32] & ((1u << bit % 32) - 1)));
   }
   __device__ __forceinline__ std::uint32_t& here(int src, int local) const { return here_[src * num_local_ + local]; }
+  __device__ __forceinline__ std::uint32_t from(int src, int local) const {
+    return src == own_rank_ ? all(own_first_ + local) : here(src, local);
+  }
   // The place of a source's first row.
   __device__ __forceinline__ std::uint32_t begin(int src, int local) const {
     std::uint32_t sum = 0;
 #pragma unroll 1
-    for (int i = 0; i < src; ++i) sum += here(i, local);
+    for (int i = 0; i < src; ++i) sum += from(i, local);
     return sum;
   }
 
  private:
   std::uint32_t *sums_, *bits_, *here_;
-  int bit_words_, num_local_;
+  int bit_words_, num_local_, own_rank_, own_first_;
 };
 
 // Entries of several tokens in the lanes of a warp, at most 32 of a token.

@@ -28,6 +28,19 @@ struct Receiver {
   __device__ __forceinline__ std::int64_t item(int src, int token) const { return src * run.call.max_tokens + token; }
 };
 
+// R1. How many tokens each source has. The threads of all carriers take turns. False: leave.
+__device__ __forceinline__ bool await_headers(const LowLatencyRun& run, DispatchShared& shared, int thread,
+                                              int threads) {
+#pragma unroll 1
+  for (int src = thread; src < run.num_ranks(); src += threads) {
+    std::uint32_t tokens = 0;
+    if (run.is_live(src) && !await_header(run, src, false, &tokens)) return false;
+    shared.num_tokens[src] = tokens;
+    atomicMax(&shared.most_tokens, static_cast<int>(tokens));
+  }
+  return true;
+}
+
 // R2. How many tokens of each source go to each expert here; with `kFromItself` this rank is one of them. The threads
 // of all carriers take turns. False: leave.
 template <bool kFromItself>
@@ -56,13 +69,6 @@ __device__ __forceinline__ bool gather_counts(const Receiver& at, int thread, in
     }
   }
   return ok;
-}
-
-// The same of this rank's own tokens in one launch, once they are counted. One warp.
-__device__ __forceinline__ void take_own_counts(const Receiver& at) {
-#pragma unroll 1
-  for (int local = lane_id(); local < at.num_local; local += 32)
-    at.counts.here(at.run.rank(), local) = at.counts.all(at.first_expert + local);
 }
 
 // R3. Where the rows of half of a token's entries go: local expert and packed row of this lane's entry, -1 where there
@@ -302,7 +308,7 @@ __device__ __forceinline__ void count_rows(const Receiver& at) {
     std::uint32_t sum = 0;
 #pragma unroll 1
     for (int src = 0; src < num_ranks; ++src) {
-      const std::uint32_t count = at.counts.here(src, local);
+      const std::uint32_t count = at.counts.from(src, local);
       args.layout_range[static_cast<std::int64_t>(local) * num_ranks + src] =
           static_cast<std::int64_t>(sum) << 32 | count;
       sum += count;

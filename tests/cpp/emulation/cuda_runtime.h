@@ -248,7 +248,7 @@ inline unsigned __float_as_uint(float value) {
 // ---- The runtime, as far as the tests go: memory is memory, and every launch is over when it returns.
 using cudaError_t = int;
 using cudaStream_t = void*;
-inline constexpr cudaError_t cudaSuccess = 0, cudaErrorPeerAccessAlreadyEnabled = 704;
+inline constexpr cudaError_t cudaSuccess = 0, cudaErrorNotReady = 600, cudaErrorPeerAccessAlreadyEnabled = 704;
 enum { cudaDevAttrMultiProcessorCount };
 enum { cudaMemcpyDefault, cudaStreamNonBlocking, cudaHostAllocMapped = 1, cudaHostAllocPortable = 2 };
 inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
@@ -289,6 +289,7 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void*
 }
 struct cudaFuncAttributes {
   int numRegs = 128;
+  std::size_t localSizeBytes = 0;
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
@@ -296,5 +297,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return *stream = nullptr, cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
