@@ -121,15 +121,24 @@ void DeviceHeap::free_behind(Stream stream, Stream work, std::uint64_t num_drops
     return true;
   });
   if (now.blocks.empty()) return;
+  free_by_order(now, work);
+  add_stream(behind_freed_, comm_stream_->get());  // by the time it is used
+}
+
+void DeviceHeap::free_by_order(Dropped& now, Stream stream) {
   const OutsideCapture outside_capture;
-  if (freed_ == nullptr) freed_ = events_->take();
-  check(driver().cuEventRecord(freed_, static_cast<CUstream>(work)), "cuEventRecord");
-  behind_freed_ = {work};
+  if (freed_ == nullptr) {
+    freed_ = events_->take();
+  } else if (std::find(behind_freed_.begin(), behind_freed_.end(), stream) == behind_freed_.end()) {
+    check(driver().cuStreamWaitEvent(static_cast<CUstream>(stream), freed_, 0), "cuStreamWaitEvent");
+  }
+  check(driver().cuEventRecord(freed_, static_cast<CUstream>(stream)), "cuEventRecord");
+  behind_freed_ = {stream};
   free(now);
 }
 
 // What is free may have been freed by the order of streams: streams that are not known to stand behind that have to
-// join it. The comm stream stands there by the time it is used.
+// join it.
 void DeviceHeap::follow_freed(Stream first_user, std::unique_lock<std::mutex>& lock) {
   if (freed_ == nullptr) return;
   if (capture_of(first_user).active) {
@@ -142,9 +151,7 @@ void DeviceHeap::follow_freed(Stream first_user, std::unique_lock<std::mutex>& l
     }
     return;
   }
-  if (first_user == comm_stream_->get() ||
-      std::find(behind_freed_.begin(), behind_freed_.end(), first_user) != behind_freed_.end())
-    return;
+  if (std::find(behind_freed_.begin(), behind_freed_.end(), first_user) != behind_freed_.end()) return;
   const OutsideCapture outside_capture;
   check(driver().cuStreamWaitEvent(static_cast<CUstream>(first_user), freed_, 0), "cuStreamWaitEvent");
   behind_freed_.push_back(first_user);
@@ -160,7 +167,9 @@ Block DeviceHeap::allocate(std::size_t bytes, Stream first_user) {
   if (num_unseen_ < kUnseenBlocks && bytes < kSmallBytes) {
     if (Block block = heap_->allocate(bytes)) return block;
   }
-  reclaim();
+  reclaim(false);
+  if (Block block = heap_->allocate(bytes)) return block;
+  free_alone(first_user);
   return heap_->allocate(bytes);
 }
 
@@ -170,7 +179,8 @@ Block DeviceHeap::allocate_largest(std::size_t max_bytes, Stream first_user) {
   if (closed_) return {};
   if (Block block = reuse_in_capture(max_bytes, first_user)) return block;
   follow_freed(first_user, lock);
-  if (num_unseen_ >= kUnseenBlocks || !alone_.empty()) reclaim();
+  if (num_unseen_ >= kUnseenBlocks) reclaim(false);
+  free_alone(first_user);
   return heap_->allocate_largest(max_bytes);
 }
 
@@ -184,7 +194,8 @@ bool DeviceHeap::settle(double seconds) {
       reclaim();
       const bool in_use =
           std::any_of(waiting_.begin(), waiting_.end(), [](const auto& q) { return !q.second.empty(); });
-      if (!in_use && deferred_.empty()) return true;  // reclaim() has looked at the small ones
+      // reclaim() has looked at the small ones
+      if (!in_use && deferred_.empty() && alone_.empty()) return true;
     }
     if (std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -226,6 +237,22 @@ Block DeviceHeap::reuse_alone(std::size_t bytes, Stream first_user) {
   alone_.erase(std::next(found).base());
   dropped_bytes_ -= block.bytes;
   return block;
+}
+
+// Those of other users wait for events from here on.
+void DeviceHeap::free_alone(Stream first_user) {
+  if (alone_.empty()) return;
+  const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
+  if (!on_device) return;
+  const bool by_order = !capture_of(first_user).active && !(has_failed_ && has_failed_());
+  Dropped now{{}, 0};
+  for (Use& use : std::exchange(alone_, {})) {
+    if (by_order && use.streams.front() == first_user)
+      now.blocks.push_back(use.block);
+    else
+      drop_use(std::move(use));
+  }
+  if (!now.blocks.empty()) free_by_order(now, first_user);
 }
 
 void DeviceHeap::note_comm_work() {
@@ -431,7 +458,7 @@ std::shared_ptr<DeviceHeap::Dropped> DeviceHeap::wait_for_users(const std::vecto
 }
 
 // Takes back what is done. Events of one stream complete in order, so a few looks find how many have.
-void DeviceHeap::reclaim() noexcept {
+void DeviceHeap::reclaim(bool with_alone) noexcept {
   num_unseen_ = 0;
   if (waiting_.empty() && deferred_.empty() && small_.empty() && alone_.empty()) return;
   const OnDevice on_device = OnDevice::quiet(comm_stream_->device());
@@ -439,7 +466,17 @@ void DeviceHeap::reclaim() noexcept {
   const OutsideCapture outside_capture;
   try {
     drop_small();
-    for (Use& use : std::exchange(alone_, {})) drop_use(std::move(use));
+    std::deque<Use> kept;
+    for (Use& use : std::exchange(alone_, {})) {
+      const bool waits =
+          !with_alone || (!capture_of(use.streams.front()).active &&
+                          driver().cuStreamQuery(static_cast<CUstream>(use.streams.front())) == CUDA_ERROR_NOT_READY);
+      if (waits)
+        kept.push_back(std::move(use));
+      else
+        drop_use(std::move(use));
+    }
+    alone_ = std::move(kept);
     for (Use& use : std::exchange(deferred_, {})) drop_use(std::move(use));
   } catch (...) {  // as in drop()
   }

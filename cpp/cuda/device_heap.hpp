@@ -121,7 +121,10 @@ class DeviceHeap : public std::enable_shared_from_this<DeviceHeap> {
   void drop_small();
   void free(Dropped& dropped);
   void follow_freed(Stream first_user, std::unique_lock<std::mutex>& lock);
-  void reclaim() noexcept;
+  // `with_alone`: blocks of one user each are kept only as long as it has something to do.
+  void reclaim(bool with_alone = true) noexcept;
+  void free_alone(Stream first_user);
+  void free_by_order(Dropped& now, Stream stream);
   void return_lease(const std::shared_ptr<Lease>& lease);
 
   const std::shared_ptr<Heap> heap_;

@@ -48,13 +48,22 @@ def prepare(form: str, ranks: range) -> None:
 
 
 def _warm_stream() -> torch.cuda.Stream:
-    """A stream with memory of torch's to hand out: asking the driver for more may wait for other ranks."""
+    """A stream with memory of torch's to hand out: asking the driver for more may wait for other ranks.
+
+    What a test does between calls has been done once: a first copy to or from ordinary memory, or a first
+    launch of a kernel, may wait for the kernels of all streams.
+    """
     stream: torch.cuda.Stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         held = [
             torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (WARM_BYTES, 1 << 20, 1 << 10)
         ]
-        del held
+        held[1].copy_(torch.zeros(1 << 20, dtype=torch.uint8))
+        held[1].cpu()
+        rows = held[2].view(16, 64)
+        for dtype in (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32):
+            assert int((rows.to(dtype).cpu().cuda() >= 0).any(1).sum()) == len(rows)
+        del held, rows
         torch.cuda._sleep(1000)
         stream.synchronize()
     return stream
