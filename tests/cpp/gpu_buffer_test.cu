@@ -77,7 +77,8 @@ TEST_CASE("GPU Buffer: dispatch and combine equal the scalar model") {
   for (const Shape& shape : kShapes) {
     CAPTURE(shape.num_ranks);
     on_ranks(shape.num_ranks, [&](const Bootstrap& bootstrap, const OwnStreams& streams) {
-      // Under compute-sanitizer a copy waits for the kernels of all ranks, which may wait for what comes behind the copy.
+      // Under compute-sanitizer a copy waits for the kernels of all ranks, which may wait for what comes behind the
+      // copy.
       Memory memory = streams.memory();
       memory.meet = [&bootstrap] {
         char none[8] = {};
