@@ -338,6 +338,7 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   meta[layout::kMetaNumRanks] = num_ranks;
   meta[layout::kMetaHash] = static_cast<std::int64_t>(move->hash | 1);
   meta[layout::kMetaNumNodes] = num_nodes > 1 ? num_nodes : 0;
+  meta[layout::kMetaNumExpertRows] = -1;
   std::copy(move->source_rows.begin(), move->source_rows.end(), meta + layout::kDispatchMetaSize);
   if (num_nodes > 1) meta[move->handle.meta.view.shape[0] - 1] = move->handle.send_nvl_index.view.shape[0];
   move->handle.recv_src_idx = std::move(src_idx);
