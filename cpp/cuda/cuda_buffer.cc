@@ -179,6 +179,7 @@ DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
           check_device(name, *view, world_->device());
         check_unmasked("dispatch");
         validate(args, num_ranks, false, num_nodes);
+        if (args.expert_major) throw_value("expert_major", "True on a GPU", "False there, so far");
         if (args.handle == nullptr && args.num_worst_tokens == 0 && is_captured())
           throw_value("num_worst_tokens", "0 while the stream is captured into a graph",
                       "the number of rows of the results: a graph tells the host no counts");

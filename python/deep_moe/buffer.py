@@ -304,13 +304,13 @@ class Buffer(LowLatencyCalls):
             Expert-major, each entry of ``topk_idx`` that names an expert of this rank has a row, P in all.
             Rows still cross each link once; this rank copies them.
 
-            - recv_x: ``[P, H]``, one group a local expert, whose rows are ordered as above, then by k. Zero rows
+            - recv_x: ``[P, H]``, one group a local expert, its rows ordered as above, then by k. Zero rows
               (with zero scales) fill each group up to a multiple of ``expert_alignment``;
             - recv_topk_idx: ``[P]`` int32, each row's local expert, -1 in the padding;
             - recv_topk_weights: ``[P]`` float32, each row's weight, 0 in the padding;
             - the list: rows of each group, padding included;
-            - handle: an :class:`deep_moe.ExpertMajorHandle`; its expert_offsets, expert_counts and expert_rows
-              tell where which row is, on the Buffer's device.
+            - handle: an :class:`deep_moe.ExpertMajorHandle`; its expert_offsets, expert_counts and
+              expert_rows, on the Buffer's device, tell where which row is.
 
             Ids and weights that were not given come back as None; with ``handle`` all but recv_x and the
             event are None. Received tensors belong to the caller, live as long as they are referenced and

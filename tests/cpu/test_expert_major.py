@@ -147,7 +147,7 @@ def test_what_combine_refuses() -> None:
     assert len(rows) == 4
     with pytest.raises(ValueError, match=r"x: got .*\[2, 8\].*, expected \[4, hidden\]"):
         buffer.combine(rows[:2], handle)
-    with pytest.raises(ValueError, match="row_weights: got .*none but with the handle of an expert-major"):
+    with pytest.raises(ValueError, match=r"row_weights: got .*none but with the handle of an expert-major"):
         buffer.combine(rows[:2], plain, row_weights=torch.ones(2))
     with pytest.raises(ValueError, match=r"row_weights: got .*\[3\].*float32 \[4\]"):
         buffer.combine(rows, handle, row_weights=torch.ones(3))
@@ -161,8 +161,8 @@ def test_what_combine_refuses() -> None:
         buffer.combine(rows, handle[:-2])
     with pytest.raises(ValueError, match="handle: got expert parts of another handle"):
         buffer.combine(rows, (*handle[:-1], plain.meta))
-    with pytest.raises(ValueError, match="handle.expert_rows"):
+    with pytest.raises(ValueError, match=r"handle\.expert_rows"):
         buffer.combine(rows, handle._replace(expert_rows=handle.expert_rows[:1]))
-    with pytest.raises(ValueError, match="handle.expert_offsets"):
+    with pytest.raises(ValueError, match=r"handle\.expert_offsets"):
         buffer.combine(rows, handle._replace(expert_offsets=handle.expert_offsets[1:]))
     assert torch.equal(buffer.combine(rows, handle)[0], torch.ones(2, 8))
