@@ -42,6 +42,8 @@ DispatchResult CudaBuffer::dispatch_rows(const layout::CallSignature& call, cons
       if (move.worst_rows == 0) read_counts(args, &move);
     }
     DispatchResult result = hand_out(args, &move);
+    if (args.handle != nullptr ? is_expert_major(*args.handle) : args.expert_major)
+      result = group_by_expert(args, &move, std::move(result));
     streams.finish();
     return result;
   } catch (...) {
