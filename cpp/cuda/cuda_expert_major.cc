@@ -53,20 +53,31 @@ Tensor part_of(const Tensor& memory, std::size_t offset, DType dtype, const std:
 }  // namespace
 
 // Memory that is asked for while rows move: what the heap has free, else more once they have arrived, for nothing is
-// mapped while a kernel may be waiting.
+// mapped while a kernel may be waiting. Where the heap cannot grow, ordinary memory: no peer looks at it.
 Tensor CudaBuffer::tensor_behind(RowMovement* move, std::size_t bytes) {
-  const std::vector<std::int64_t> shape{static_cast<std::int64_t>(std::max<std::size_t>(bytes, 1))};
+  bytes = std::max<std::size_t>(bytes, 1);
   const Stream work = move->streams.work(), user = move->streams.caller();
-  if (const Block block = world_->heap().allocate(static_cast<std::size_t>(shape[0]), work)) {
-    Tensor tensor{TensorView::contiguous(block.ptr, DType::kUInt8, {shape[0]}), world_->heap().own(block, user)};
-    tensor.view.device = world_->device();
-    return tensor;
-  }
-  if (!is_captured()) {
+  const auto tensor = [&](char* data, std::shared_ptr<void> owner) {
+    Tensor made{TensorView::contiguous(data, DType::kUInt8, {static_cast<std::int64_t>(bytes)}), std::move(owner)};
+    made.view.device = world_->device();
+    return made;
+  };
+  if (const Block block = world_->heap().allocate(bytes, work))
+    return tensor(block.ptr, world_->heap().own(block, user));
+  const bool captured = is_captured();
+  if (!captured) {
     move->streams.join_comm();
     world_->wait_idle("dispatch: the end of its kernels");
   }
-  return device_tensor(DType::kUInt8, shape, work, user);
+  std::string reason;
+  if (const Block block = world_->allocate_or_grow(bytes, work, &reason))
+    return tensor(block.ptr, world_->heap().own(block, user));
+  if (captured)
+    throw BufferTooSmallError("dispatch: " + std::to_string(bytes) +
+                              " bytes of heap needed for rows by expert: " + reason);
+  const auto spill = std::make_shared<Spill>(bytes, world_->device(), comm_stream_, work, user, options.current_stream);
+  spills_.add(spill);
+  return tensor(spill->data(), spill);
 }
 
 DispatchResult CudaBuffer::group_by_expert(const DispatchArgs& args, RowMovement* move, DispatchResult received) {
