@@ -115,6 +115,25 @@ def test_the_padding_is_zero_in_memory_that_was_used() -> None:
         del rows
 
 
+def test_each_rank_may_choose_for_itself(form: str) -> None:
+    given = two(name="choice").inputs()
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        buffer = deep_moe.Buffer(None, comm=comm, timeout=10)
+        rows, *_, handle, _ = buffer.dispatch(
+            given.x[rank], topk_idx=given.topk_idx[rank], num_experts=16, expert_major=rank == 1
+        )
+        return len(rows), buffer.combine(torch.ones_like(rows), handle)[0]
+
+    (plain, first), (grouped, second) = run_ranks(rank_main, 2, form=form)
+    for rank, combined in enumerate((first, second)):
+        idx = given.topk_idx[rank]
+        wanted = (idx < 8).any(1).float() + (idx >= 8).sum(1)
+        assert torch.equal(combined[:, 0].float(), wanted)
+    entries = sum(int((idx >= 8).sum()) for idx in given.topk_idx)
+    assert grouped == entries and plain == sum(int((idx < 8).any(1).sum()) for idx in given.topk_idx)
+
+
 # ---- what is refused: on the rank itself, and so that its peers learn of it ----
 def alone() -> deep_moe.Buffer:
     return deep_moe.Buffer(None, comm=deep_moe.thread_comms(1)[0], device="cpu")
