@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "cpu/copy.hpp"
+#include "cpu/output.hpp"
 #include "cpu/prepared_call.hpp"
 #include "cpu/row_puller.hpp"
 #include "layout/handle.hpp"
@@ -124,23 +125,13 @@ class Combine {
     }
   }
 
-  // Outputs come from the heap where it has room, for its pages are warm; else from ordinary memory.
-  Tensor make_output(DType dtype, std::int64_t columns) {
-    const std::int64_t bytes = num_tokens_ * columns * static_cast<std::int64_t>(dtype_bytes(dtype));
-    if (bytes > 0) {
-      if (const Block block = domain_.heap().allocate(static_cast<std::size_t>(bytes)))
-        return {TensorView::contiguous(block.ptr, dtype, {num_tokens_, columns}), domain_.heap().own(block)};
-    }
-    return make_host_tensor(dtype, {num_tokens_, columns});
-  }
-
   void allocate_outputs() {
     if (args_.out.defined()) {
       result_.combined_x.view = args_.out;
     } else {
-      result_.combined_x = make_output(args_.x.dtype, hidden_);
+      result_.combined_x = make_output(domain_, args_.x.dtype, num_tokens_, hidden_);
     }
-    if (topk_ > 0) result_.combined_topk_weights = make_output(DType::kFloat32, topk_);
+    if (topk_ > 0) result_.combined_topk_weights = make_output(domain_, DType::kFloat32, num_tokens_, topk_);
   }
 
   // Row up to which every puller is through with this rank's rows, in the order of the rows.

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "cpu/cpu_buffer.hpp"
+#include "cpu/expert_major.hpp"
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
@@ -135,7 +137,11 @@ DispatchResult CpuBuffer::dispatch(const DispatchArgs& args) {
         check_unmasked("dispatch");
         validate(args, num_ranks, true, num_nodes);
       },
-      [&] { return cpu::dispatch(context(), args); });
+      [&] {
+        const bool expert_major = args.handle != nullptr ? is_expert_major(*args.handle) : args.expert_major;
+        DispatchResult received = cpu::dispatch(context(), args);
+        return expert_major ? group_by_expert(context(), args, std::move(received)) : received;
+      });
 }
 
 CombineResult CpuBuffer::combine(const CombineArgs& args) {
@@ -146,7 +152,11 @@ CombineResult CpuBuffer::combine(const CombineArgs& args) {
         check_unmasked("combine");
         validate(args, num_ranks, num_nodes);
       },
-      [&] { return cpu::combine(context(), args); });
+      [&] {
+        if (!is_expert_major(args.handle)) return cpu::combine(context(), args);
+        std::vector<Tensor> kept;
+        return cpu::combine(context(), sum_by_row(context(), args, &kept));
+      });
 }
 
 LowLatencyDispatchResult CpuBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {

@@ -62,6 +62,7 @@ OwnedDispatchHandle DispatchHandleBuilder::finish(const Numbers& numbers, const 
   meta_[layout::kMetaNumRanks] = num_ranks_;
   meta_[layout::kMetaHash] = static_cast<std::int64_t>(hash | 1);
   meta_[layout::kMetaNumNodes] = num_nodes_ > 1 ? num_nodes_ : 0;
+  meta_[layout::kMetaNumExpertRows] = -1;
   handle_.recv_src_idx = std::move(recv_src_idx);
   return std::move(handle_);
 }

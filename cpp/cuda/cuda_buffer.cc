@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "cuda/cuda_call.hpp"
+#include "layout/experts.hpp"
 #include "runtime/process.hpp"
 #include "runtime/text.hpp"
 #include "runtime/validate.hpp"
@@ -166,6 +167,14 @@ auto CudaBuffer::run(const layout::CallSignature& signature, const Check& checks
   });
 }
 
+// Of one rank.
+void CudaBuffer::check_grouped_experts(std::int64_t num_experts) const {
+  const int most = layout::ExpertBlocks(static_cast<int>(num_experts), num_ranks).max_local_experts();
+  if (most > kernels::kMaxGroupedExperts)
+    throw_value("expert_major", "True where a rank has " + std::to_string(most) + " experts",
+                "at most " + std::to_string(kernels::kMaxGroupedExperts) + " on a GPU");
+}
+
 DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
   const layout::CallSignature call = signature(args);
   return run(
@@ -179,6 +188,7 @@ DispatchResult CudaBuffer::dispatch(const DispatchArgs& args) {
           check_device(name, *view, world_->device());
         check_unmasked("dispatch");
         validate(args, num_ranks, false, num_nodes);
+        if (args.expert_major) check_grouped_experts(args.num_experts);
         if (args.handle == nullptr && args.num_worst_tokens == 0 && is_captured())
           throw_value("num_worst_tokens", "0 while the stream is captured into a graph",
                       "the number of rows of the results: a graph tells the host no counts");
@@ -194,7 +204,7 @@ CombineResult CudaBuffer::combine(const CombineArgs& args) {
       [&] {
         for (const auto& [name, view] :
              {std::pair("x", &args.x), std::pair("topk_weights", &args.topk_weights), std::pair("bias", &args.bias0),
-              std::pair("bias", &args.bias1), std::pair("out", &args.out)})
+              std::pair("bias", &args.bias1), std::pair("out", &args.out), std::pair("row_weights", &args.row_weights)})
           check_device(name, *view, world_->device());
         check_unmasked("combine");
         validate(args, num_ranks, num_nodes);

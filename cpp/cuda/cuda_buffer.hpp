@@ -98,6 +98,11 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   void copy_out(const RowMovement& move, std::int64_t num_rows);
   void free_block(RowMovement* move);
   DispatchResult hand_out(const DispatchArgs& args, RowMovement* move);
+  // Rows by local expert (cuda_expert_major.cc).
+  DispatchResult group_by_expert(const DispatchArgs& args, RowMovement* move, DispatchResult received);
+  CombineArgs sum_by_row(const CombineArgs& args, Stream work, std::vector<Block>* staging);
+  Tensor tensor_behind(RowMovement* move, std::size_t bytes);
+  void check_grouped_experts(std::int64_t num_experts) const;
   void check_device_ids(const TensorView& topk_idx, std::int64_t num_experts, const StreamOptions& streams) const;
   kernels::DispatchArgs row_arguments(const DispatchArgs& args, const RowMovement& move) const;
   // Ranks on several nodes (cuda_nodes_calls.cc).

@@ -75,11 +75,12 @@ layout::Place CudaBuffer::stage(const TensorView& rows, std::int64_t num_rows, R
   return place;
 }
 
-CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const CombineArgs& args) {
+CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const CombineArgs& given) {
+  CombineArgs args = given;
   const std::int64_t* meta = args.handle.meta.as<std::int64_t>();
   const std::int64_t num_tokens = meta[layout::kMetaNumTokens], num_rows = meta[layout::kMetaNumRecv];
   const std::int64_t hidden = args.x.shape[1], item = static_cast<std::int64_t>(dtype_bytes(args.x.dtype));
-  const std::int64_t topk = args.topk_weights.defined() ? args.topk_weights.shape[1] : 0;
+  const std::int64_t topk = call.topk;
   CallStreams streams = join_streams(args.streams);
   CombineResult result;
   std::vector<Block> staging;
@@ -88,6 +89,7 @@ CombineResult CudaBuffer::combine_rows(const layout::CallSignature& call, const 
     if (const Nodes* nodes = world_->nodes())
       nodes->check_row("combine", layout::RailRow(static_cast<std::size_t>(hidden * item), 0, 0,
                                                   4 * static_cast<std::size_t>(topk), 0));
+    if (is_expert_major(args.handle)) args = sum_by_row(given, streams.work(), &staging);
     const RowRange own =
         world_->nodes() != nullptr ? RowRange{} : own_range(args.handle.meta, rank, num_ranks, num_rows);
     rows.start.place = stage(args.x, num_rows, own, streams.work(), &staging, &rows.own_rows);

@@ -42,6 +42,8 @@ DispatchResult CudaBuffer::dispatch_rows(const layout::CallSignature& call, cons
       if (move.worst_rows == 0) read_counts(args, &move);
     }
     DispatchResult result = hand_out(args, &move);
+    if (args.handle != nullptr ? is_expert_major(*args.handle) : args.expert_major)
+      result = group_by_expert(args, &move, std::move(result));
     streams.finish();
     return result;
   } catch (...) {
@@ -338,6 +340,7 @@ DispatchResult CudaBuffer::hand_out(const DispatchArgs& args, RowMovement* move)
   meta[layout::kMetaNumRanks] = num_ranks;
   meta[layout::kMetaHash] = static_cast<std::int64_t>(move->hash | 1);
   meta[layout::kMetaNumNodes] = num_nodes > 1 ? num_nodes : 0;
+  meta[layout::kMetaNumExpertRows] = -1;
   std::copy(move->source_rows.begin(), move->source_rows.end(), meta + layout::kDispatchMetaSize);
   if (num_nodes > 1) meta[move->handle.meta.view.shape[0] - 1] = move->handle.send_nvl_index.view.shape[0];
   move->handle.recv_src_idx = std::move(src_idx);

@@ -152,6 +152,63 @@ struct CombineArgs {
 };
 void combine(const DeviceDomain& domain, CombineArgs args, Stream stream);
 
+// ---- Received rows grouped by local expert, on this rank alone; see intranode/README.md.
+
+inline constexpr int kMaxGroupedExperts = 4096;
+
+// Each entry of the ids of a received row that names a local expert has a row in that expert's group, in the order of
+// the entries; a group ends with padding.
+struct ExpertGroups {
+  int num_experts = 0;              // L, up to kMaxGroupedExperts
+  int topk = 0;                     // K
+  std::int64_t num_received = 0;    // N
+  std::int64_t num_rows = 0;        // P, padding included
+  std::int32_t* offsets = nullptr;  // [L + 1]
+  std::int32_t* counts = nullptr;   // [L] rows of a group before its padding
+  std::int32_t* rows = nullptr;     // [N, K] row of an entry, or -1
+};
+
+// Writes the groups of received rows.
+struct PlaceByExpertArgs {
+  ExpertGroups groups;
+  const void* ids = nullptr;  // [N, K] local ids, or -1
+  int id_bytes = 8;
+  const float* weights = nullptr;   // [N, K] or null
+  std::int64_t alignment = 1;       // of groups; num_rows is what follows from it
+  std::int32_t* scratch = nullptr;  // [place_by_expert_words(groups)]
+  // Out.
+  std::int32_t* experts = nullptr;  // [P], -1 in padding
+  float* row_weights = nullptr;     // [P], 0 in padding; with weights
+};
+void place_by_expert(const PlaceByExpertArgs& args, Stream stream);
+std::int64_t place_by_expert_words(const ExpertGroups& groups);
+
+// Copies received rows, which have no gaps, to their groups. Padding becomes zero.
+struct GroupRowsArgs {
+  ExpertGroups groups;
+  const void* x = nullptr;
+  void* out = nullptr;
+  std::int64_t row_bytes = 0;  // a multiple of 16; x and out are 16-byte aligned
+  ScaleRows scales;
+  void* out_scales = nullptr;
+  std::int64_t out_row_stride = 0, out_item_stride = 0;  // of scales, bytes
+};
+void group_rows(const GroupRowsArgs& args, Stream stream);
+
+// One row for each received one: the sum of its rows in the groups, in fp32, in the order of its entries, rounded once.
+struct SumGroupsArgs {
+  ExpertGroups groups;
+  SumType type = SumType::kBf16;
+  const void* x = nullptr;  // [P, hidden], row_stride bytes apart
+  std::int64_t row_stride = 0;
+  std::int64_t hidden = 0;             // row bytes are a multiple of 16
+  const float* row_weights = nullptr;  // [P] factors, or null
+  void* out = nullptr;                 // [N, hidden] without gaps, 16-byte aligned
+  const float* weights = nullptr;      // [P] or null
+  float* out_weights = nullptr;        // [N, K] the weight of each entry, 0 where it has no row
+};
+void sum_groups(const SumGroupsArgs& args, Stream stream);
+
 // Takes the next epoch for a call whose arguments this rank refuses, and tells every peer why. Reasons longer than
 // layout::kReasonBytes are cut.
 void post_refusal(const DeviceDomain& domain, const layout::CallSignature& signature, const std::string& reason,

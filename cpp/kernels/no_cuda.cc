@@ -26,6 +26,14 @@ void dispatch(const DeviceDomain&, DispatchArgs, Stream) { unavailable("dispatch
 
 void combine(const DeviceDomain&, CombineArgs, Stream) { unavailable("combine"); }
 
+void place_by_expert(const PlaceByExpertArgs&, Stream) { unavailable("place_by_expert"); }
+
+std::int64_t place_by_expert_words(const ExpertGroups&) { unavailable("place_by_expert_words"); }
+
+void group_rows(const GroupRowsArgs&, Stream) { unavailable("group_rows"); }
+
+void sum_groups(const SumGroupsArgs&, Stream) { unavailable("sum_groups"); }
+
 void post_refusal(const DeviceDomain&, const layout::CallSignature&, const std::string&, Stream) {
   unavailable("post_refusal");
 }

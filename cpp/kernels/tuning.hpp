@@ -58,6 +58,19 @@ struct CombineTuning {
   }
 };
 
+struct ExpertMajorTuning {
+  static constexpr int kWarps = 8;
+  static constexpr int kMaxPlaceBlocks = 64;
+  static constexpr int kEntriesPerBlock = 1024;  // of a block that places entries, at least
+  static constexpr int kVectors = 4;             // 16-byte pieces of a row that a lane has in flight
+  static constexpr int kBlocksPerSm = 8;         // that copy or sum: they wait for nobody
+  // Warps that place entries, for their counts are in shared memory, beside two numbers an expert.
+  DM_HOST_DEVICE static constexpr int place_warps(int num_experts) {
+    const int fit = 12288 / num_experts - 2;
+    return fit < 1 ? 1 : fit < kWarps ? fit : kWarps;
+  }
+};
+
 struct LowLatencyTuning {
   static constexpr int kDispatchCarriers = 14, kCombineCarriers = 15;  // warps of a block that carry rows, at most ...
   static constexpr int kFewestCarriers = 4;                            // ... and where there is little to do

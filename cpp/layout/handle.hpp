@@ -15,8 +15,9 @@ enum DispatchMeta : int {
   kMetaNumExperts,     // E, 0 if unknown
   kMetaTopk,           // K, 0 if unknown
   kMetaNumRanks,
-  kMetaHash,          // of the rank-by-rank counts: the same on every rank of one dispatch
-  kMetaNumNodes,      // 0: the ranks are on one node
+  kMetaHash,           // of the rank-by-rank counts: the same on every rank of one dispatch
+  kMetaNumNodes,       // 0: the ranks are on one node
+  kMetaNumExpertRows,  // P of an expert-major dispatch, else -1
   kDispatchMetaSize,  // on GPUs R more: the rows that came from each rank, where the host knows them; between nodes one
                       // more behind them: rows of send_nvl_index
 };

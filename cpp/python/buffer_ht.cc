@@ -1,8 +1,10 @@
 // The high-throughput mode: layout, dispatch, combine.
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <deep_moe/error.hpp>
 
@@ -14,41 +16,39 @@ namespace nb = nanobind;
 namespace deep_moe::python {
 namespace {
 
-// A handle between nodes has three tensors more, before meta.
-constexpr int kHandleItems = 5, kRailHandleItems = 8;
-
-int num_handle_items(const BufferObject& self) {
-  return self.buffer().num_nodes() > 1 ? kRailHandleItems : kHandleItems;
-}
+// Tensors of a handle; between nodes and of expert-major rows it has more, before meta.
+constexpr std::size_t kMoreItems = 3;
 
 DispatchHandle handle_of(const BufferObject& self, nb::handle handle) {
-  static constexpr const char* kNames[kRailHandleItems] = {
-      "handle[0] (rank_prefix_matrix)", "handle[1] (recv_src_idx)",
-      "handle[2] (is_token_in_rank)",   "handle[3] (send_index)",
-      "handle[4] (send_rdma_index)",    "handle[5] (recv_rdma_rank_prefix_sum)",
-      "handle[6] (send_nvl_index)",     "handle[7] (meta)"};
-  static constexpr const char* kNamesOnOneNode[kHandleItems] = {kNames[0], kNames[1], kNames[2], kNames[3],
-                                                                "handle[4] (meta)"};
   DispatchHandle out;
-  TensorView* views[kRailHandleItems] = {&out.rank_prefix_matrix, &out.recv_src_idx,
-                                         &out.is_token_in_rank,   &out.send_index,
-                                         &out.send_rdma_index,    &out.recv_rdma_rank_prefix_sum,
-                                         &out.send_nvl_index,     &out.meta};
-  const int count = num_handle_items(self);
-  if (count == kHandleItems) views[kHandleItems - 1] = &out.meta;
-  self.handle_items(handle, count == kHandleItems ? kNamesOnOneNode : kNames, count, views);
+  std::vector<TensorView*> views{&out.rank_prefix_matrix, &out.recv_src_idx, &out.is_token_in_rank, &out.send_index};
+  std::vector<const char*> names{"handle.rank_prefix_matrix", "handle.recv_src_idx", "handle.is_token_in_rank",
+                                 "handle.send_index"};
+  const auto add = [&](std::initializer_list<TensorView*> more, std::initializer_list<const char*> called) {
+    views.insert(views.end(), more);
+    names.insert(names.end(), called);
+  };
+  if (self.buffer().num_nodes() > 1)
+    add({&out.send_rdma_index, &out.recv_rdma_rank_prefix_sum, &out.send_nvl_index},
+        {"handle.send_rdma_index", "handle.recv_rdma_rank_prefix_sum", "handle.send_nvl_index"});
+  if (is_pair(handle) && nb::len(handle) == views.size() + 1 + kMoreItems)
+    add({&out.expert_offsets, &out.expert_counts, &out.expert_rows},
+        {"handle.expert_offsets", "handle.expert_counts", "handle.expert_rows"});
+  add({&out.meta}, {"handle.meta"});
+  self.handle_items(handle, names.data(), static_cast<int>(views.size()), views.data());
   return out;
 }
 
 nb::object handle_to_torch(OwnedDispatchHandle handle) {
   nb::list items;
-  for (Tensor* part : {&handle.rank_prefix_matrix, &handle.recv_src_idx, &handle.is_token_in_rank, &handle.send_index})
-    items.append(to_torch(std::move(*part)));
-  if (handle.send_rdma_index.view.defined()) {
-    for (Tensor* part : {&handle.send_rdma_index, &handle.recv_rdma_rank_prefix_sum, &handle.send_nvl_index})
-      items.append(to_torch(std::move(*part)));
-  }
-  items.append(to_torch(std::move(handle.meta)));
+  const auto add = [&](std::initializer_list<Tensor*> parts) {
+    for (Tensor* part : parts) items.append(to_torch(std::move(*part)));
+  };
+  add({&handle.rank_prefix_matrix, &handle.recv_src_idx, &handle.is_token_in_rank, &handle.send_index});
+  if (handle.send_rdma_index.view.defined())
+    add({&handle.send_rdma_index, &handle.recv_rdma_rank_prefix_sum, &handle.send_nvl_index});
+  if (handle.expert_rows.view.defined()) add({&handle.expert_offsets, &handle.expert_counts, &handle.expert_rows});
+  add({&handle.meta});
   return nb::tuple(items);
 }
 
@@ -144,8 +144,8 @@ void check_routing(const DispatchArgs& args) {
 nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::handle num_tokens_per_rank,
                     nb::handle num_tokens_per_rdma_rank, nb::handle is_token_in_rank, nb::handle num_tokens_per_expert,
                     nb::handle topk_idx, nb::handle topk_weights, nb::handle expert_alignment,
-                    nb::handle num_worst_tokens, nb::handle num_experts, nb::handle num_sms, nb::handle previous_event,
-                    nb::handle async_finish) {
+                    nb::handle num_worst_tokens, nb::handle num_experts, nb::handle expert_major, nb::handle num_sms,
+                    nb::handle previous_event, nb::handle async_finish) {
   DispatchHandle cached;
   DispatchArgs args;
   self.prepare("dispatch", [&] {
@@ -154,6 +154,7 @@ nb::object dispatch(BufferObject& self, nb::handle x, nb::handle handle, nb::han
     args.streams = streams_of(previous_event, async_finish);
     args.expert_alignment = to_int(expert_alignment, "expert_alignment");
     args.num_worst_tokens = to_int(num_worst_tokens, "num_worst_tokens");
+    args.expert_major = to_bool(expert_major, "expert_major");
     if (!handle.is_none()) {
       if (!topk_idx.is_none() || !topk_weights.is_none()) {
         throw ArgumentError(
@@ -202,7 +203,8 @@ void read_bias(const BufferObject& self, nb::handle bias, CombineArgs* args) {
 }
 
 nb::object combine(BufferObject& self, nb::handle x, nb::handle handle, nb::handle topk_weights, nb::handle bias,
-                   nb::handle out, nb::handle num_sms, nb::handle previous_event, nb::handle async_finish) {
+                   nb::handle out, nb::handle row_weights, nb::handle num_sms, nb::handle previous_event,
+                   nb::handle async_finish) {
   CombineArgs args;
   self.prepare("combine", [&] {
     args.x = self.required(x, "x");
@@ -212,6 +214,7 @@ nb::object combine(BufferObject& self, nb::handle x, nb::handle handle, nb::hand
     args.topk_weights = self.view(topk_weights, "topk_weights");
     read_bias(self, bias, &args);
     args.out = self.view(out, "out");
+    args.row_weights = self.view(row_weights, "row_weights");
   });
   CombineResult result = self.run([&](Buffer& buffer) { return buffer.combine(args); });
   nb::object combined = out.is_none() ? to_torch(std::move(result.combined_x)) : nb::borrow(out);
@@ -234,26 +237,28 @@ void register_high_throughput(nb::class_<BufferObject>& cls) {
       nb::arg("num_tokens_per_rdma_rank").none(), nb::arg("is_token_in_rank").none(),
       nb::arg("num_tokens_per_expert").none(), nb::arg("topk_idx").none(), nb::arg("topk_weights").none(),
       nb::arg("expert_alignment").none(), nb::arg("num_worst_tokens").none(), nb::arg("num_experts").none(),
-      nb::arg("num_sms").none(), nb::arg("previous_event").none(), nb::arg("async_finish").none(),
-      nb::sig(
-          "def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
-          "handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, "
-          "num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, "
-          "num_tokens_per_expert: torch.Tensor | None, "
-          "topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, "
-          "num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> "
-          "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, "
-          "torch.Tensor | None, list[int] | None, "
-          "tuple[torch.Tensor, ...] | None]"),
+      nb::arg("expert_major").none(), nb::arg("num_sms").none(), nb::arg("previous_event").none(),
+      nb::arg("async_finish").none(),
+      nb::sig("def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], "
+              "handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, "
+              "num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, "
+              "num_tokens_per_expert: torch.Tensor | None, "
+              "topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, "
+              "num_worst_tokens: int, num_experts: int | None, expert_major: bool, num_sms: int, previous_event: int, "
+              "async_finish: bool) -> "
+              "tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, "
+              "torch.Tensor | None, list[int] | None, "
+              "tuple[torch.Tensor, ...] | None]"),
       "(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all\n"
       "but recv_x are None.");
   cls.def("combine", combine, nb::arg("x").none(), nb::arg("handle").none(), nb::arg("topk_weights").none(),
-          nb::arg("bias").none(), nb::arg("out").none(), nb::arg("num_sms").none(), nb::arg("previous_event").none(),
-          nb::arg("async_finish").none(),
+          nb::arg("bias").none(), nb::arg("out").none(), nb::arg("row_weights").none(), nb::arg("num_sms").none(),
+          nb::arg("previous_event").none(), nb::arg("async_finish").none(),
           nb::sig("def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], "
                   "topk_weights: torch.Tensor | None, "
                   "bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, "
-                  "out: torch.Tensor | None, num_sms: int, previous_event: int, async_finish: bool) -> "
+                  "out: torch.Tensor | None, row_weights: torch.Tensor | None, num_sms: int, previous_event: int, "
+                  "async_finish: bool) -> "
                   "tuple[torch.Tensor, torch.Tensor | None]"),
           "(combined_x, combined_topk_weights)");
 }

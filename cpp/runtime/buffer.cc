@@ -122,10 +122,17 @@ std::uint32_t call_kind(const std::string& name) {
 }
 
 DispatchHandle OwnedDispatchHandle::view() const {
-  return {rank_prefix_matrix.view, recv_src_idx.view,
-          is_token_in_rank.view,   send_index.view,
-          send_rdma_index.view,    recv_rdma_rank_prefix_sum.view,
-          send_nvl_index.view,     meta.view};
+  return {rank_prefix_matrix.view,
+          recv_src_idx.view,
+          is_token_in_rank.view,
+          send_index.view,
+          send_rdma_index.view,
+          recv_rdma_rank_prefix_sum.view,
+          send_nvl_index.view,
+          expert_offsets.view,
+          expert_counts.view,
+          expert_rows.view,
+          meta.view};
 }
 
 LowLatencyHandle OwnedLowLatencyHandle::view() const {

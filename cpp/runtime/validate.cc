@@ -48,6 +48,23 @@ void check_rail_parts(const DispatchHandle& handle, std::int64_t num_tokens, int
                num_local_ranks);
 }
 
+// The parts that the handle of an expert-major dispatch has more.
+void check_expert_parts(const DispatchHandle& handle) {
+  const std::int64_t* meta = handle.meta.as<std::int64_t>();
+  const std::string allowed = "the handle that dispatch returned, unchanged";
+  if (meta[layout::kMetaNumExpertRows] < 0) throw_value("handle", "expert parts of another handle", allowed);
+  check_matrix("handle.expert_rows", handle.expert_rows, DType::kInt32, meta[layout::kMetaNumRecv],
+               meta[layout::kMetaTopk]);
+  const TensorView& offsets = handle.expert_offsets;
+  const TensorView& counts = handle.expert_counts;
+  if (counts.dtype != DType::kInt32 || counts.num_dims != 1)
+    throw_value("handle.expert_counts", counts.describe(), "int32 [num_local_experts]");
+  if (offsets.dtype != DType::kInt32 || offsets.num_dims != 1 || offsets.shape[0] != counts.shape[0] + 1)
+    throw_value("handle.expert_offsets", offsets.describe(), "int32 [" + num(counts.shape[0] + 1) + "]");
+  if (!handle.expert_rows.is_contiguous() || !offsets.is_contiguous() || !counts.is_contiguous())
+    throw_value("handle", "tensors that are not contiguous", allowed);
+}
+
 void check_handle(const DispatchHandle& handle, int num_ranks, int num_nodes) {
   const std::string allowed = "the handle that dispatch returned, unchanged";
   if (!readable_meta(handle.meta)) throw_value("handle", "meta " + handle.meta.describe(), allowed);
@@ -72,6 +89,16 @@ void check_handle(const DispatchHandle& handle, int num_ranks, int num_nodes) {
     throw_value("handle.recv_src_idx", handle.recv_src_idx.describe(),
                 "int32 [" + num(meta[layout::kMetaNumRecv]) + "]");
   if (num_nodes > 1) check_rail_parts(handle, meta[layout::kMetaNumTokens], num_ranks, num_nodes);
+  if (is_expert_major(handle)) check_expert_parts(handle);
+}
+
+// [P] f32, contiguous.
+void check_row_weights(const char* name, const TensorView& view, std::int64_t num_rows) {
+  if (!view.defined()) return;
+  const std::string allowed = "float32 [" + num(num_rows) + "], one for each expert-major row";
+  if (view.dtype != DType::kFloat32) throw_type(name, view.describe(), allowed);
+  if (view.num_dims != 1 || view.shape[0] != num_rows || (num_rows > 1 && view.stride[0] != 1))
+    throw_value(name, view.describe(), allowed + ", contiguous");
 }
 
 void check_num_tokens(const char* name, std::int64_t num_tokens) {
@@ -116,6 +143,8 @@ void check_no_overlap(const char* name, const TensorView& view, const TensorView
   }
   throw_value("out", std::string("a tensor that overlaps ") + name, "memory of its own");
 }
+
+bool is_expert_major(const DispatchHandle& handle) { return handle.expert_rows.defined(); }
 
 bool is_sum_dtype(DType dtype) {
   return dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat32;
@@ -195,12 +224,22 @@ void validate(const DispatchArgs& args, int num_ranks, bool read_ids, int num_no
     throw_value("expert_alignment", num(args.expert_alignment), "1 to " + num(kMaxRows));
   if (args.num_worst_tokens < 0 || args.num_worst_tokens > kMaxRows)
     throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 to " + num(kMaxRows));
+  if (args.expert_major && args.num_worst_tokens > 0)
+    throw_value("num_worst_tokens", num(args.num_worst_tokens),
+                "0 with expert_major: how many rows there are follows from what arrives");
+  if (args.expert_major && args.handle == nullptr && !args.topk_idx.defined())
+    throw_value("expert_major", "True without topk_idx", "topk_idx as well: rows are grouped by their ids");
   if (args.handle != nullptr) {
     if (args.topk_idx.defined() || args.topk_weights.defined())
       throw_value("topk_idx", "top-k tensors together with a handle", "none of them in cached mode");
     check_handle(*args.handle, num_ranks, num_nodes);
     num_tokens = args.handle->meta.as<std::int64_t>()[layout::kMetaNumTokens];
     const std::int64_t num_recv = args.handle->meta.as<std::int64_t>()[layout::kMetaNumRecv];
+    if (args.expert_major && !is_expert_major(*args.handle))
+      throw_value("expert_major", "True with the handle of a dispatch that was not expert-major",
+                  "the handle of one that was: the order of rows is the handle's");
+    if (args.num_worst_tokens > 0 && is_expert_major(*args.handle))
+      throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 with the handle of an expert-major dispatch");
     if (args.num_worst_tokens > 0 && args.num_worst_tokens != num_recv)
       throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 or the handle's " + num(num_recv));
   } else if (args.topk_idx.defined()) {
@@ -240,11 +279,17 @@ void validate(const CombineArgs& args, int num_ranks, int num_nodes) {
   check_handle(args.handle, num_ranks, num_nodes);
   const std::int64_t* meta = args.handle.meta.as<std::int64_t>();
   Payload x{args.x, {}};
-  if (args.x.num_dims != 2 || args.x.shape[0] != meta[layout::kMetaNumRecv])
-    throw_value("x", args.x.describe(),
-                "[" + num(meta[layout::kMetaNumRecv]) + ", hidden]: the rows that dispatch gave");
-  check_payload(x, meta[layout::kMetaNumRecv]);
-  if (args.topk_weights.defined()) {
+  const bool expert_major = is_expert_major(args.handle);
+  const std::int64_t num_rows = meta[expert_major ? layout::kMetaNumExpertRows : layout::kMetaNumRecv];
+  if (args.x.num_dims != 2 || args.x.shape[0] != num_rows)
+    throw_value("x", args.x.describe(), "[" + num(num_rows) + ", hidden]: the rows that dispatch gave");
+  check_payload(x, num_rows);
+  if (args.row_weights.defined() && !expert_major)
+    throw_value("row_weights", args.row_weights.describe(), "none but with the handle of an expert-major dispatch");
+  check_row_weights("row_weights", args.row_weights, num_rows);
+  if (expert_major) {
+    check_row_weights("topk_weights", args.topk_weights, num_rows);
+  } else if (args.topk_weights.defined()) {
     const TensorView& weights = args.topk_weights;
     if (weights.dtype != DType::kFloat32)
       throw_type("topk_weights", weights.describe(), "float32 [num_recv_tokens, num_topk]");
@@ -290,7 +335,8 @@ layout::CallSignature signature(const CombineArgs& args) {
   signature.kind = static_cast<std::uint32_t>(layout::CallKind::kCombine);
   signature.x_dtype = static_cast<std::uint32_t>(args.x.dtype);
   signature.row_bytes = args.x.shape[1] * static_cast<std::int64_t>(dtype_bytes(args.x.dtype));
-  signature.topk = args.topk_weights.defined() ? args.topk_weights.shape[1] : 0;
+  if (args.topk_weights.defined())
+    signature.topk = (is_expert_major(args.handle) ? args.handle.expert_rows : args.topk_weights).shape[1];
   signature.flags = args.topk_weights.defined() ? kHasWeights : 0;
   if (readable_meta(args.handle.meta))
     signature.handle_hash = static_cast<std::uint64_t>(args.handle.meta.as<std::int64_t>()[layout::kMetaHash]);

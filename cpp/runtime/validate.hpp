@@ -31,6 +31,7 @@ void check_payload(const Payload& x, std::int64_t num_tokens);
 void check_output(const TensorView& out);
 void check_no_overlap(const char* name, const TensorView& view, const TensorView& out, bool same_allowed);
 bool is_sum_dtype(DType dtype);  // bf16, fp16, fp32
+bool is_expert_major(const DispatchHandle& handle);
 
 // `read_ids`: also check every id, which reads topk_idx on the host.
 void validate(const DispatchArgs& args, int num_ranks, bool read_ids = true, int num_nodes = 1);

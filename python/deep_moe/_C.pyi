@@ -166,13 +166,13 @@ class Buffer:
         None on one node. previous_event: a cudaEvent_t, or 0.
         """
 
-    def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, num_worst_tokens: int, num_experts: int | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple[torch.Tensor, ...] | None]:
+    def dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], handle: tuple[torch.Tensor, ...] | None, num_tokens_per_rank: torch.Tensor | None, num_tokens_per_rdma_rank: torch.Tensor | None, is_token_in_rank: torch.Tensor | None, num_tokens_per_expert: torch.Tensor | None, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int, num_worst_tokens: int, num_experts: int | None, expert_major: bool, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, torch.Tensor | None, list[int] | None, tuple[torch.Tensor, ...] | None]:
         """
         (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert, handle); with a handle given, all
         but recv_x are None.
         """
 
-    def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], topk_weights: torch.Tensor | None, bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, out: torch.Tensor | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def combine(self, x: torch.Tensor, handle: tuple[torch.Tensor, ...], topk_weights: torch.Tensor | None, bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, out: torch.Tensor | None, row_weights: torch.Tensor | None, num_sms: int, previous_event: int, async_finish: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(combined_x, combined_topk_weights)"""
 
     def low_latency_dispatch(self, x: torch.Tensor | tuple[torch.Tensor, torch.Tensor], topk_idx: torch.Tensor, max_tokens: int, num_experts: int, recv_stats: torch.Tensor | None, wait_stats: torch.Tensor | None, use_fp8: bool, round_scale: bool, use_ue8m0: bool, return_recv_hook: bool, topk_weights: torch.Tensor | None, async_finish: bool) -> tuple[torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, tuple[torch.Tensor, ...], Hook | None]:

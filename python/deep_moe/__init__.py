@@ -25,7 +25,14 @@ from .errors import (
     UnavailableError,
 )
 from .events import EventHandle, EventOverlap
-from .handles import DeviceLowLatencyHandle, DispatchHandle, InternodeDispatchHandle, LowLatencyHandle
+from .handles import (
+    DeviceLowLatencyHandle,
+    DispatchHandle,
+    ExpertMajorHandle,
+    InternodeDispatchHandle,
+    InternodeExpertMajorHandle,
+    LowLatencyHandle,
+)
 
 __all__ = [
     "Buffer",
@@ -39,8 +46,10 @@ __all__ = [
     "Error",
     "EventHandle",
     "EventOverlap",
+    "ExpertMajorHandle",
     "ForkedProcessError",
     "InternodeDispatchHandle",
+    "InternodeExpertMajorHandle",
     "LowLatencyHandle",
     "PeerLostError",
     "PeerRefusedError",

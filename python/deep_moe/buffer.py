@@ -20,7 +20,7 @@ from .config import (
     whole_number,
 )
 from .events import EventHandle, EventOverlap
-from .handles import DispatchHandle, InternodeDispatchHandle
+from .handles import AnyDispatchHandle, handle_type
 
 __all__ = ["Buffer"]
 
@@ -207,12 +207,13 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = ...,
         *,
         num_experts: int | None = ...,
+        expert_major: bool = ...,
     ) -> tuple[
         P,
         torch.Tensor | None,
         torch.Tensor | None,
         list[int],
-        DispatchHandle | InternodeDispatchHandle,
+        AnyDispatchHandle,
         EventOverlap,
     ]: ...
 
@@ -235,6 +236,7 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = ...,
         *,
         num_experts: int | None = ...,
+        expert_major: bool = ...,
     ) -> tuple[P, None, None, None, None, EventOverlap]: ...
 
     def dispatch(
@@ -255,6 +257,7 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
         *,
         num_experts: int | None = None,
+        expert_major: bool = False,
     ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, Any, Any, EventOverlap]:
         """Sends each token once to every rank that owns one of its experts. Collective.
 
@@ -284,6 +287,8 @@ class Buffer(LowLatencyCalls):
             config: tuning numbers, as of :meth:`get_dispatch_config`; None: the SMs of :meth:`set_num_sms`.
             previous_event, async_finish, allocate_on_comm_stream: as in :meth:`get_dispatch_layout`.
             num_experts: E.
+            expert_major: rows grouped by local expert, for grouped GEMMs, see below. Needs ``topk_idx``, and
+                no ``num_worst_tokens``. A handle has its order with it. Each rank may choose for itself.
 
         Returns:
             ``(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event)``
@@ -295,6 +300,17 @@ class Buffer(LowLatencyCalls):
             - the list: L ints, entries != -1 for each local expert, aligned; empty with num_worst_tokens;
             - handle: for :meth:`combine` and cached dispatches;
             - event: its ``.event`` is None unless ``async_finish``.
+
+            Expert-major, each entry of ``topk_idx`` that names an expert of this rank has a row, P in all.
+            Rows still cross each link once; this rank copies them.
+
+            - recv_x: ``[P, H]``, one group a local expert, its rows ordered as above, then by k. Zero rows
+              (with zero scales) fill each group up to a multiple of ``expert_alignment``;
+            - recv_topk_idx: ``[P]`` int32, each row's local expert, -1 in the padding;
+            - recv_topk_weights: ``[P]`` float32, each row's weight, 0 in the padding;
+            - the list: rows of each group, padding included;
+            - handle: an :class:`deep_moe.ExpertMajorHandle`; its expert_offsets, expert_counts and
+              expert_rows, on the Buffer's device, tell where which row is.
 
             Ids and weights that were not given come back as None; with ``handle`` all but recv_x and the
             event are None. Received tensors belong to the caller, live as long as they are referenced and
@@ -319,14 +335,15 @@ class Buffer(LowLatencyCalls):
             expert_alignment,
             num_worst_tokens,
             num_experts,
+            expert_major,
             num_sms,
             behind,
             async_finish,
         )
-        made: DispatchHandle | InternodeDispatchHandle | None = None
+        made = None
         if new_handle is not None:
-            within = len(new_handle) == len(DispatchHandle._fields)
-            made = (DispatchHandle if within else InternodeDispatchHandle)._make(new_handle)
+            between = self.runtime.get_num_rdma_ranks() > 1
+            made = handle_type(between, expert_major)._make(new_handle)
         event = self._event(
             async_finish,
             x,
@@ -351,6 +368,7 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
         *,
         out: torch.Tensor | None = None,
+        row_weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Brings rows back to the tokens they came from and adds them up, without weights. Collective.
 
@@ -367,6 +385,13 @@ class Buffer(LowLatencyCalls):
             bias: one or two ``[T, H]`` of x's dtype, added to every token.
             config, previous_event, async_finish, allocate_on_comm_stream: as in :meth:`dispatch`.
             out: ``[T, H]`` of x's dtype, for the result.
+            row_weights: ``[P]`` float32, see below.
+
+        With the handle of an expert-major dispatch, x is ``[P, H]`` and ``topk_weights`` ``[P]``. The rows
+        of each received row, which are those of one token on this rank, are first summed here, in fp32 and
+        in the order of k, and rounded to x's dtype. They are added as they are, unless ``row_weights`` are
+        given, by which they are multiplied in fp32: normally what the dispatch returned as
+        recv_topk_weights, where the expert has not applied them. Padding is not read.
 
         Returns:
             ``(combined_x, combined_topk_weights, event)``: ``[T, H]`` of x's dtype (``out`` itself where
@@ -379,9 +404,9 @@ class Buffer(LowLatencyCalls):
             num_sms = check_config(config, Buffer.num_sms)
             behind = check_streams(previous_event, async_finish, allocate_on_comm_stream)
         combined_x, combined_weights = self.runtime.combine(
-            x, handle, topk_weights, bias, out, num_sms, behind, async_finish
+            x, handle, topk_weights, bias, out, row_weights, num_sms, behind, async_finish
         )
-        event = self._event(async_finish, x, handle, topk_weights, bias, out)
+        event = self._event(async_finish, x, handle, topk_weights, bias, out, row_weights)
         return combined_x, combined_weights, event
 
     # Between nodes and within one the calls are the same; these names are for programs that choose.

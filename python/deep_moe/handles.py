@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DeviceLowLatencyHandle", "DispatchHandle", "InternodeDispatchHandle", "LowLatencyHandle"]
+__all__ = [
+    "DeviceLowLatencyHandle",
+    "DispatchHandle",
+    "ExpertMajorHandle",
+    "InternodeDispatchHandle",
+    "InternodeExpertMajorHandle",
+    "LowLatencyHandle",
+]
 
 
 class DispatchHandle(NamedTuple):
@@ -27,7 +34,7 @@ class DispatchHandle(NamedTuple):
     send_index: Tensor
     """[T, R] int32: the row that the token became there, or -1."""
     meta: Tensor
-    """[8] int64: sizes of the call."""
+    """[9] int64: sizes of the call."""
 
 
 class InternodeDispatchHandle(NamedTuple):
@@ -50,7 +57,66 @@ class InternodeDispatchHandle(NamedTuple):
     """[F, L] int32: the row that each of them became at each rank of this node, or -1. On GPUs with
     num_worst_tokens there are as many rows as there could be, and those past F hold nothing."""
     meta: Tensor
-    """[8] int64: sizes of the call; on GPUs more."""
+    """[9] int64: sizes of the call; on GPUs more."""
+
+
+class ExpertMajorHandle(NamedTuple):
+    """Of an expert-major dispatch: P rows in L groups, one a local expert. N rows crossed the links."""
+
+    rank_prefix_matrix: Tensor
+    """[R, R] int32, as in :class:`DispatchHandle`, and so are the next three."""
+    recv_src_idx: Tensor
+    """[N] int32."""
+    is_token_in_rank: Tensor
+    """[T, R] bool."""
+    send_index: Tensor
+    """[T, R] int32."""
+    expert_offsets: Tensor
+    """[L + 1] int32: where each expert's group begins, the last being P. ``expert_offsets[1:]`` is what
+    ``torch._grouped_mm`` takes as ``offs``."""
+    expert_counts: Tensor
+    """[L] int32: rows of each group, without the padding behind them."""
+    expert_rows: Tensor
+    """[N, K] int32: the expert-major row that each entry of a received row became, or -1."""
+    meta: Tensor
+    """[9] int64: sizes of the call."""
+
+
+class InternodeExpertMajorHandle(NamedTuple):
+    """The same between nodes."""
+
+    rank_prefix_matrix: Tensor
+    """[R, R] int32, as in :class:`InternodeDispatchHandle`, and so are the next six."""
+    recv_src_idx: Tensor
+    """[N] int32."""
+    is_token_in_rank: Tensor
+    """[T, R] bool."""
+    send_index: Tensor
+    """[T, R] int32."""
+    send_rdma_index: Tensor
+    """[T, N] int32."""
+    recv_rdma_rank_prefix_sum: Tensor
+    """[N] int32, on GPUs [2, N]."""
+    send_nvl_index: Tensor
+    """[F, L] int32."""
+    expert_offsets: Tensor
+    """[L + 1] int32, as in :class:`ExpertMajorHandle`, and so are the next two."""
+    expert_counts: Tensor
+    """[L] int32."""
+    expert_rows: Tensor
+    """[N, K] int32."""
+    meta: Tensor
+    """[9] int64: sizes of the call; on GPUs more."""
+
+
+AnyDispatchHandle = DispatchHandle | InternodeDispatchHandle | ExpertMajorHandle | InternodeExpertMajorHandle
+
+
+def handle_type(between_nodes: bool, expert_major: bool) -> type[AnyDispatchHandle]:
+    """Of what a dispatch returns."""
+    if expert_major:
+        return InternodeExpertMajorHandle if between_nodes else ExpertMajorHandle
+    return InternodeDispatchHandle if between_nodes else DispatchHandle
 
 
 class LowLatencyHandle(NamedTuple):

@@ -34,9 +34,9 @@ SIGNATURES = {
     "dispatch": "(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, "
     "is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, "
     "expert_alignment=1, num_worst_tokens=0, config=None, previous_event=None, async_finish=False, "
-    "allocate_on_comm_stream=False, *, num_experts=None)",
+    "allocate_on_comm_stream=False, *, num_experts=None, expert_major=False)",
     "combine": "(self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None, "
-    "async_finish=False, allocate_on_comm_stream=False, *, out=None)",
+    "async_finish=False, allocate_on_comm_stream=False, *, out=None, row_weights=None)",
     "clean_low_latency_buffer": "(self, num_max_dispatch_tokens_per_rank, hidden, num_experts)",
     "low_latency_dispatch": "(self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, "
     "cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None, use_fp8=True, "

@@ -63,6 +63,13 @@ def test_decoding_is_that_of_one_process() -> None:
     assert all(float(error) < 1e-5 for *_, error in found)
 
 
+def test_grouped_gemms_give_what_one_process_does() -> None:
+    printed = run(str(FOLDER / "grouped_gemm.py"), "--ranks", "4", "--tokens", "30")
+    found = re.findall(r"^rank (\d): (\d+) tokens, largest error ([\d.e-]+)$", printed, re.MULTILINE)
+    assert sorted((int(rank), int(tokens)) for rank, tokens, _ in found) == [(r, 30 + r) for r in range(4)]
+    assert all(float(error) < 0.01 for *_, error in found)
+
+
 def test_ranks_that_do_not_divide_the_experts_are_refused() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "train_moe.py"), "--ranks", "3"],

@@ -67,14 +67,18 @@ struct DispatchHandle {
   TensorView recv_rdma_rank_prefix_sum;  // [N] i32, rows from the peers on nodes up to this one; on GPUs [2, N], with
                                          // the rows to the peer on each node below
   TensorView send_nvl_index;             // [F, L] i32, final index at each rank of this node, or -1
-  TensorView meta;                       // [8] i64, on GPUs [8] or [8 + R], between nodes [9] or [9 + R], see
-                                         // layout/handle.hpp
+  // Of expert-major rows only: P of them, L local experts. N stays the number of rows that crossed the links.
+  TensorView expert_offsets;  // [L + 1] i32, where each expert's group begins; the last is P
+  TensorView expert_counts;   // [L] i32, rows of each group; its padding is behind them
+  TensorView expert_rows;     // [N, K] i32, which of the P rows each entry of a received row became, or -1
+  TensorView meta;            // [9] i64, on GPUs [9] or [9 + R], between nodes [10] or [10 + R], see
+                              // layout/handle.hpp
 };
 
 // The tensors of a DispatchHandle with what keeps their memory alive.
 struct OwnedDispatchHandle {
   Tensor rank_prefix_matrix, recv_src_idx, is_token_in_rank, send_index, send_rdma_index, recv_rdma_rank_prefix_sum,
-      send_nvl_index, meta;
+      send_nvl_index, expert_offsets, expert_counts, expert_rows, meta;
   DispatchHandle view() const;
 };
 
@@ -97,24 +101,34 @@ struct DispatchArgs {
   const DispatchHandle* handle = nullptr;  // cached mode
   std::int64_t expert_alignment = 1;
   std::int64_t num_worst_tokens = 0;
+  // Rows grouped by local expert, see DispatchResult; needs topk_idx, and not num_worst_tokens. With a handle, that
+  // dispatch's order is kept, and this may be left out.
+  bool expert_major = false;
   int num_sms = 0;  // GPUs: multiprocessors to use; 0: the default, 20
   StreamOptions streams;
 };
 
 // N received rows, ordered by source rank, then source token. Tensors live as long as they are held.
+//
+// Expert-major: P rows in L groups, one a local expert. Each entry of topk_idx that names a local expert has a row in
+// its group, ordered as the received rows, then by k. A group is padded with zero rows to a multiple of
+// expert_alignment; its scales are zero there, its ids -1, its weights 0. Each rank may choose for itself.
 struct DispatchResult {
   OwnedPayload recv_x;
-  Tensor recv_topk_idx;      // [N, K], dtype of topk_idx, local ids, -1 elsewhere; undefined in cached mode
-  Tensor recv_topk_weights;  // [N, K] f32, 0 where the id is -1; undefined if no weights were given
+  Tensor recv_topk_idx;      // [N, K], dtype of topk_idx, local ids, -1 elsewhere; undefined in cached mode;
+                             // expert-major [P] i32, the row's local expert
+  Tensor recv_topk_weights;  // [N, K] f32, 0 where the id is -1; undefined if no weights were given; expert-major [P]
   std::vector<std::int64_t> num_recv_tokens_per_expert;  // [L], rounded up to the alignment; empty with worst tokens
   OwnedDispatchHandle handle;                            // undefined members in cached mode
 };
 
-// Sums are fp32: the biases, then the ranks in ascending order, rounded once to x's dtype.
+// Sums are fp32: the biases, then the ranks in ascending order, rounded once to x's dtype. With the handle of an
+// expert-major dispatch, the rows of a received row are first summed here, in the order of k, and rounded to x's dtype.
 struct CombineArgs {
-  TensorView x;  // [N, H] bf16, fp16 or fp32
+  TensorView x;  // [N, H] bf16, fp16 or fp32; expert-major [P, H]
   DispatchHandle handle;
-  TensorView topk_weights;  // [N, K] f32, or undefined
+  TensorView topk_weights;  // [N, K] f32, or undefined; expert-major [P]
+  TensorView row_weights;   // expert-major: [P] f32 that multiply the rows in fp32, or undefined
   TensorView bias0, bias1;  // [T, H] of x's dtype, or undefined
   TensorView out;           // [T, H] of x's dtype, or undefined
   int num_sms = 0;          // GPUs: as for dispatch

@@ -89,6 +89,7 @@ void prepare_layout();
 void prepare_notify();
 void prepare_dispatch();
 void prepare_combine();
+void prepare_expert_major();
 int loaded_code_version();  // 90 for sm_90
 
 }  // namespace deep_moe::kernels

@@ -94,6 +94,7 @@ void prepare() {
   prepare_notify();
   prepare_dispatch();
   prepare_combine();
+  prepare_expert_major();
   prepare_low_latency_dispatch();
   prepare_low_latency_combine();
   prepare_low_latency_masks();

@@ -21,7 +21,7 @@ from ..handles import DispatchHandle
 __all__ = ["combine", "dispatch", "dispatch_by_handle", "take_event"]
 
 NUM_ARRIVED, NUM_RECV = 2, 1  # words of a handle's meta
-META_WORDS = 8  # on a GPU that knows its counts one more for each rank
+META_WORDS = 9  # on a GPU that knows its counts one more for each rank
 
 _last = threading.local()
 

@@ -24,6 +24,12 @@ inline void check_ids(const TopkIds& ids, int num_experts, int) {
   check_range("num_experts", num_experts, 1, layout::kMaxExperts);
   check_range("ids.topk", ids.topk, 1, layout::kMaxTopk);
 }
+template <typename Body>
+void with_id_type(int id_bytes, Body body) {
+  if (id_bytes == 4) return body(std::int32_t{});
+  if (id_bytes == 8) return body(std::int64_t{});
+  throw ArgumentError("ids.id_bytes is " + std::to_string(id_bytes));
+}
 template <typename Kernel>
 void load_kernel(Kernel*, int) {}
 
@@ -36,5 +42,7 @@ void launch(void (*kernel)(Params...), int num_blocks, int num_warps, std::size_
         .run();
   });
 }
+
+void prepare_expert_major();
 
 }  // namespace deep_moe::kernels
