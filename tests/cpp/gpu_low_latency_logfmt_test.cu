@@ -86,7 +86,8 @@ void check_codes(std::vector<float> numbers) {
     const LaneResult& lane = got[at / kernels::kLogfmtNumbers];
     const std::uint8_t* block = want.data() + at / kLogfmtBlock * kLogfmtBlockBytes;
     const int i = static_cast<int>(at % kernels::kLogfmtNumbers);
-    const bool same = std::memcmp(block, &lane.codes.least, 4) == 0 && std::memcmp(block + 4, &lane.codes.step, 4) == 0 &&
+    const bool same = std::memcmp(block, &lane.codes.least, 4) == 0 &&
+                      std::memcmp(block + 4, &lane.codes.step, 4) == 0 &&
                       cpu_code(block, static_cast<int>(at % kLogfmtBlock)) == lane_code(lane.codes, i) &&
                       std::memcmp(&want_numbers[at], &lane.numbers[i], 4) == 0;
     if (!same && num_wrong++ == 0)
@@ -135,7 +136,8 @@ TEST_CASE("low latency, logarithms: codes of all kinds of numbers are the CPU's"
     check_codes(numbers);
   }
   SUBCASE("any bits") {
-    for (int i = 0; i < (kOnGpu ? 1 << 21 : 1 << 15); ++i) numbers.push_back(from_bits(static_cast<std::uint32_t>(random() >> 20)));
+    for (int i = 0; i < (kOnGpu ? 1 << 21 : 1 << 15); ++i)
+      numbers.push_back(from_bits(static_cast<std::uint32_t>(random() >> 20)));
     check_codes(numbers);
   }
 }
@@ -179,10 +181,11 @@ TEST_CASE("low latency, logarithms: widths, many experts a token, gaps, few bloc
     int num_blocks;
     std::int64_t gap;
   };
-  std::vector<Case> cases = {
-      {128, 16, 32, 5, DType::kFloat16, 4, 2}, {256, 64, 64, 4, DType::kFloat32, 6, 0},
-      {384, 9, 2, 9, DType::kFloat32, 2, 4},   {2048, 32, 8, 4, DType::kBFloat16, 3, 32},
-      {896, 70, 40, 3, DType::kBFloat16, 1, 0}};
+  std::vector<Case> cases = {{128, 16, 32, 5, DType::kFloat16, 4, 2},
+                             {256, 64, 64, 4, DType::kFloat32, 6, 0},
+                             {384, 9, 2, 9, DType::kFloat32, 2, 4},
+                             {2048, 32, 8, 4, DType::kBFloat16, 3, 32},
+                             {896, 70, 40, 3, DType::kBFloat16, 1, 0}};
   if (kOnGpu) cases.push_back({7168, 256, 8, 40, DType::kBFloat16, 60, 0});
   for (const Case& one : cases)
     for (const bool halves : {false, true})

@@ -14,8 +14,7 @@ std::int64_t row_bytes_of(const LowLatencyCombineArgs& args) {
 }
 
 layout::LowLatencyCombineSlot slot_of(int num_ranks, const LowLatencyCombineArgs& args) {
-  const std::int64_t row_bytes =
-      args.logfmt ? args.hidden / kLogfmtBlock * kLogfmtBlockBytes : row_bytes_of(args);
+  const std::int64_t row_bytes = args.logfmt ? args.hidden / kLogfmtBlock * kLogfmtBlockBytes : row_bytes_of(args);
   return layout::LowLatencyCombineSlot(num_ranks, args.call.max_tokens, args.ids.topk, row_bytes, args.by_expert);
 }
 

@@ -1,5 +1,5 @@
-// The kernel of a low-latency combine: which task is whose, warps that carry rows, the warp beside them. README.md beside
-// this file has the words and the order among them; comments name its steps.
+// The kernel of a low-latency combine: which task is whose, warps that carry rows, the warp beside them. README.md
+// beside this file has the words and the order among them; comments name its steps.
 #pragma once
 
 #include <cuda_runtime.h>
