@@ -36,6 +36,8 @@ struct LogfmtMath {
   static constexpr float kLastIndex = 508.0f;
   static constexpr float kMaxRange = 32.0f;
   static constexpr float kMaxLog = 127.9999f;
+  // Powers of two from here to there are neither subnormal nor close to the end.
+  static constexpr float kLeastTame = -125.0f, kMostTame = 127.0f;
 
   // Rounded to nearest where nothing comes near the ends of the range: __fdiv_rn without its branch.
   __device__ __forceinline__ static float quotient(float dividend, float divisor) {
@@ -58,9 +60,10 @@ struct LogfmtMath {
     return __fadd_rn(static_cast<float>(exponent - (subnormal ? 24 : 0)), __fmul_rn(2.88539008f, series));
   }
 
-  __device__ __forceinline__ static float exp2_of(float power) {  // from -150 to kMaxLog
-    const float shifted = __fadd_rn(power, 0x1.8p23f);            // rounds to an integer
-    const int whole = static_cast<int>(__float_as_uint(shifted) - 0x4b400000u);
+  // From -150 to kMaxLog; where it is tame, from kLeastTame on.
+  template <bool kTame>
+  __device__ __forceinline__ static float exp2_of(float power) {
+    const float shifted = __fadd_rn(power, 0x1.8p23f);  // rounds to an integer, in its low bits
     const float x = __fmul_rn(__fadd_rn(power, -__fadd_rn(shifted, -0x1.8p23f)), 0.693147181f);
     float series = __fadd_rn(1.0f / 120, __fmul_rn(x, 1.0f / 720));
     series = __fadd_rn(1.0f / 24, __fmul_rn(x, series));
@@ -68,6 +71,8 @@ struct LogfmtMath {
     series = __fadd_rn(1.0f / 2, __fmul_rn(x, series));
     series = __fadd_rn(1.0f, __fmul_rn(x, series));
     series = __fadd_rn(1.0f, __fmul_rn(x, series));
+    if constexpr (kTame) return __uint_as_float(__float_as_uint(series) + (__float_as_uint(shifted) << 23));
+    const int whole = static_cast<int>(__float_as_uint(shifted) - 0x4b400000u);
     const int half = whole >> 1;  // in two factors, so that subnormal results come out right
     return __fmul_rn(__fmul_rn(series, __uint_as_float(static_cast<std::uint32_t>(half + 127) << 23)),
                      __uint_as_float(static_cast<std::uint32_t>(whole - half + 127) << 23));
@@ -108,9 +113,9 @@ struct LogfmtMath {
     const bool flat = !(out.step > 0);
     const float per_step = flat ? 0.0f : quotient(1.0f, flat ? 1.0f : out.step);
     // Two neighbours meet at their mean, which lies a little above the middle of their logarithms.
-    const float mean = __fmul_rn(__fadd_rn(1.0f, exp2_of(out.step)), 0.5f);
+    const float mean = __fmul_rn(__fadd_rn(1.0f, exp2_of<true>(out.step)), 0.5f);
     const float above = __fadd_rn(1.0f, -(flat ? 0.5f : __fmul_rn(log2_of(mean), per_step)));
-    const std::uint32_t half_least = __float_as_uint(__fmul_rn(exp2_of(out.least), 0.5f));
+    const std::uint32_t half_least = __float_as_uint(__fmul_rn(exp2_of<false>(out.least), 0.5f));
     std::uint32_t codes[kLogfmtNumbers];
 #pragma unroll
     for (int i = 0; i < kLogfmtNumbers; ++i) {
@@ -128,6 +133,7 @@ struct LogfmtMath {
     return out;
   }
 
+  // The whole warp.
   __device__ __forceinline__ static void decode(const LogfmtCodes& in, float* numbers) {
     const std::uint32_t codes[kLogfmtNumbers] = {in.word[0],
                                                  in.word[0] >> 10,
@@ -137,16 +143,33 @@ struct LogfmtMath {
                                                  in.word[1] >> 20,
                                                  in.word[0] >> 30 | in.word[1] >> 30 << 2 | in.half << 4,
                                                  in.half >> 6};
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kLogfmtNumbers; ++i) most = max(most, codes[i] & 0x1ffu);
+    const float end = __fadd_rn(in.least, __fmul_rn(kLastIndex, in.step));
+    const bool tame = most < kInfinityCode && in.least >= kLeastTame && end <= kMostTame;
+    if (__all_sync(0xffffffffu, tame)) [[likely]]
+      decode_codes<true>(in, codes, numbers);
+    else
+      decode_codes<false>(in, codes, numbers);
+  }
+
+ private:
+  template <bool kTame>
+  __device__ __forceinline__ static void decode_codes(const LogfmtCodes& in,
+                                                      const std::uint32_t (&codes)[kLogfmtNumbers], float* numbers) {
 #pragma unroll
     for (int i = 0; i < kLogfmtNumbers; ++i) {
       const std::uint32_t code = codes[i] & 0x1ffu;
       const float index = __fadd_rn(__uint_as_float(0x4b000000u | code), -(0x1p23f + 1));
       float power = __fadd_rn(in.least, __fmul_rn(index, in.step));
-      power = fmaxf(fminf(power, kMaxLog), -150.0f);
-      std::uint32_t magnitude = __float_as_uint(exp2_of(power));
+      if constexpr (!kTame) power = fmaxf(fminf(power, kMaxLog), -150.0f);
+      std::uint32_t magnitude = __float_as_uint(exp2_of<kTame>(power));
       magnitude = code == 0 ? 0 : magnitude;
-      magnitude = code == kInfinityCode ? kInfinityBits : magnitude;
-      magnitude = code == kNanCode ? kNanBits : magnitude;
+      if constexpr (!kTame) {
+        magnitude = code == kInfinityCode ? kInfinityBits : magnitude;
+        magnitude = code == kNanCode ? kNanBits : magnitude;
+      }
       numbers[i] = __uint_as_float(magnitude | (codes[i] & 0x200u) << 22);
     }
   }
