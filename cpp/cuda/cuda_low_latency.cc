@@ -79,7 +79,6 @@ void LowLatency::validate(const LowLatencyCombineArgs& args) const {
         std::pair("combine_wait_recv_cost_stats", &args.wait_recv_cost_stats)})
     check_device(name, *view, world_.device());
   deep_moe::validate(args, world_.rank(), world_.num_ranks(), false);
-  if (args.use_logfmt) throw UnavailableError("use_logfmt: not on GPUs in this version");
   check_in_flight(num_in_flight(), "low_latency_combine");
 }
 

@@ -199,6 +199,7 @@ LowLatencyCombineResult LowLatency::combine(const LowLatencyCombineArgs& args, c
   kernels::LowLatencyCombineArgs in;
   in.call = kernel_call(signature);
   in.by_expert = (signature.flags & kFlagByExpert) != 0;
+  in.logfmt = args.use_logfmt;
   in.type = sum_type(args.x.dtype);
   in.x = args.x.data;
   in.hidden = hidden;

@@ -292,9 +292,10 @@ std::int64_t low_latency_slot_bytes(const DeviceDomain& domain, const LowLatency
 struct LowLatencyCombineArgs {
   LowLatencyCall call;
   bool by_expert = false;
+  bool logfmt = false;  // rows travel as 10-bit logarithms, this rank's own as well
   SumType type = SumType::kBf16;
   const void* x = nullptr;                 // [L, R*M, hidden]
-  std::int64_t hidden = 0;                 // elements; row bytes are a multiple of 16
+  std::int64_t hidden = 0;                 // elements; row bytes are a multiple of 16, with logfmt elements one of 128
   std::int64_t expert_stride = 0;          // bytes from one expert's block to the next
   std::int64_t row_stride = 0;             // bytes
   const std::int32_t* recv_pos = nullptr;  // of the dispatch

@@ -67,6 +67,7 @@ struct LowMode {
   bool halves = false;  // dispatch and combine in two launches each
   bool short_ids = false;
   bool early = false;  // the launch behind starts early
+  bool logfmt = false;
   int num_blocks = 9;
   std::int64_t gap = 0;  // bytes between rows of x, of the combine's input and of its output
   int scale_items = 0;   // opaque rows: scales of scale_bytes each
@@ -186,7 +187,7 @@ class LowCall {
     download(got.data(), out_, static_cast<std::size_t>(out_bytes_));
     TensorView view = TensorView::contiguous(got.data(), shape_.dtype, {T, shape_.hidden});
     view.stride[0] = (in_row_ + mode_.gap) / static_cast<std::int64_t>(dtype_bytes(shape_.dtype));
-    model_->check_combined(r_, view, !by_expert());
+    model_->check_combined(r_, view, !by_expert(), mode_.logfmt);
     for (std::int64_t t = 0; t < T; ++t)
       for (std::int64_t i = 0; i < mode_.gap; ++i)
         expect(got[t * (in_row_ + mode_.gap) + in_row_ + i] == kLowPoison, "bytes between rows of the output");
@@ -244,6 +245,7 @@ class LowCall {
     kernels::LowLatencyCombineArgs args;
     args.call = call(half, layout::CallKind::kLowLatencyCombine, epoch_ + 1);
     args.by_expert = by_expert();
+    args.logfmt = mode_.logfmt;
     if (args.by_expert) args.call.signature.flags |= 16;
     args.type = sum_type(shape_.dtype);
     args.x = y_;

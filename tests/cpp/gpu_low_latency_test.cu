@@ -177,6 +177,7 @@ TEST_CASE("low latency: three calls in flight, halves in any order, other calls 
         mode.halves = true;
         mode.fp8 = same.below(2) == 0;
         mode.weights = same.below(2) == 0;
+        mode.logfmt = (round + i) % 3 == 1;
         mode.num_blocks = 3 + static_cast<int>(mine.below(40));
         open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
       }

@@ -137,14 +137,17 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
     shape.topk = kTopk;
     LowModel model(shape);
     make_uniform(model);
-    for (const auto& [name, weights, fp8, what] : std::vector<std::tuple<const char*, bool, bool, What>>{
-             {"fp8 + bf16, weights at dispatch", true, true, What::kPair},
-             {"fp8 dispatch alone", true, true, What::kDispatch},
-             {"bf16 combine alone", true, true, What::kCombine},
-             {"fp8 + bf16, weights ahead", false, true, What::kPair},
-             {"bf16 + bf16, weights at dispatch", true, false, What::kPair},
-             {"fp8 + bf16 in halves, pre-reduced", true, true, What::kHalves},
-             {"fp8 + bf16 in halves, by expert", false, true, What::kHalves}}) {
+    for (const auto& [name, weights, fp8, what, logfmt] : std::vector<std::tuple<const char*, bool, bool, What, bool>>{
+             {"fp8 + logfmt, weights at dispatch", true, true, What::kPair, true},
+             {"logfmt combine alone", true, true, What::kCombine, true},
+             {"fp8 + logfmt in halves, by expert", false, true, What::kHalves, true},
+             {"fp8 + bf16, weights at dispatch", true, true, What::kPair, false},
+             {"fp8 dispatch alone", true, true, What::kDispatch, false},
+             {"bf16 combine alone", true, true, What::kCombine, false},
+             {"fp8 + bf16, weights ahead", false, true, What::kPair, false},
+             {"bf16 + bf16, weights at dispatch", true, false, What::kPair, false},
+             {"fp8 + bf16 in halves, pre-reduced", true, true, What::kHalves, false},
+             {"fp8 + bf16 in halves, by expert", false, true, What::kHalves, false}}) {
       for (const auto& [blocks, early] : launches(R)) {
         if (blocks == 32 && (T != 128 || what != What::kPair)) continue;
         std::vector<std::unique_ptr<LowCall>> calls;
@@ -154,6 +157,7 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
           LowMode mode;
           mode.fp8 = fp8;
           mode.weights = weights;
+          mode.logfmt = logfmt;
           mode.halves = what == What::kHalves;
           mode.num_blocks = blocks;
           mode.early = early;

@@ -11,6 +11,7 @@
 
 #include "cpu/convert.hpp"
 #include "cpu/simd.hpp"
+#include "layout/blocks.hpp"
 #include "layout/experts.hpp"
 #include "support.hpp"
 
@@ -42,6 +43,7 @@ struct LowShape {
   std::int64_t max_tokens = 16, hidden = 256, num_experts = 16, topk = 4;
   DType dtype = DType::kBFloat16;
   std::uint64_t seed = 1;
+  bool wild = false;  // the experts' outputs have zeros, infinities, NaNs and magnitudes of all kinds
 };
 
 // All ranks' inputs of one dispatch and the combine of it. Every rank makes the whole of it.
@@ -187,7 +189,7 @@ class LowModel {
     std::uint64_t mix = static_cast<std::uint64_t>(expert * 1000003 + source.rank * 10007 + source.token * 101 + h);
     mix = (mix ^ shape.seed) * 0x9e3779b97f4a7c15ull;
     const float value = static_cast<float>(static_cast<std::int64_t>((mix ^ (mix >> 29)) >> 40)) / 8388608.0f - 1.0f;
-    return rounded(shape.dtype, value);
+    return rounded(shape.dtype, shape.wild ? made_wild(value, mix >> 7, h) : value);
   }
 
   // The combine's input of one rank: NaN where there is no row.
@@ -215,21 +217,23 @@ class LowModel {
     return args;
   }
 
-  // Bit-equal, or with `relative` > 0 within that part of the sum of magnitudes (and three roundings).
-  void check_combined(int rank, const TensorView& got, bool pre_reduced, double relative = 0,
+  // Bit-equal, also of rows that travel as logarithms.
+  void check_combined(int rank, const TensorView& got, bool pre_reduced, bool logfmt = false,
                       const std::set<int>& masked = {}) const {
     expect(got.dtype == shape.dtype && got.shape[0] == shape.num_tokens[rank] && got.shape[1] == shape.hidden, "shape");
-    const char* const base = static_cast<const char*>(got.data);
-    for (std::int64_t token = 0; token < shape.num_tokens[rank]; ++token)
+    const std::int64_t item = static_cast<std::int64_t>(dtype_bytes(shape.dtype));
+    for (std::int64_t token = 0; token < shape.num_tokens[rank]; ++token) {
+      const std::vector<float> want = combined(rank, token, pre_reduced, logfmt, masked);
+      const char* const row = static_cast<const char*>(got.data) + token * got.stride[0] * item;
       for (std::int64_t h = 0; h < shape.hidden; ++h) {
-        float magnitude = 0;
-        const float want = combined(rank, token, h, pre_reduced, masked, &magnitude);
-        const float have = load_as_float(got.dtype, base, token * got.stride[0] + h);
-        const double allowed = relative == 0 ? 0 : relative * magnitude + 0.01 * magnitude;
-        if (!(std::fabs(static_cast<double>(have) - want) <= allowed))
+        char bits[4];
+        store_float(shape.dtype, bits, 0, std::isnan(want[h]) ? NAN : want[h]);  // the one positive NaN
+        if (std::memcmp(bits, row + h * item, static_cast<std::size_t>(item)) != 0)
           throw std::runtime_error("combined[" + std::to_string(token) + ", " + std::to_string(h) + "] is " +
-                                   std::to_string(have) + ", expected " + std::to_string(want));
+                                   std::to_string(load_as_float(shape.dtype, row, h)) + ", expected " +
+                                   std::to_string(want[h]));
       }
+    }
   }
 
   const LowShape shape;
@@ -238,28 +242,57 @@ class LowModel {
   std::vector<std::vector<Source>> experts;  // by global expert: its rows in order
 
  private:
-  float combined(int rank, std::int64_t token, std::int64_t h, bool pre_reduced, const std::set<int>& masked,
-                 float* magnitude) const {
-    volatile float total = 0;
+  // Blocks of 128 columns that are each of another kind.
+  static float made_wild(float value, std::uint64_t mix, std::int64_t h) {
+    const std::int64_t kind = h / 128 % 5;
+    if (kind == 0) return mix % 3 == 0 ? 0.0f : value;
+    if (kind == 1) return mix % 50 == 0 ? INFINITY : mix % 50 == 1 ? -INFINITY : mix % 50 == 2 ? NAN : value;
+    if (kind == 2) return std::ldexp(value, static_cast<int>(mix % 60) - 45);
+    if (kind == 3) return std::ldexp(value, -static_cast<int>(mix % 140));
+    return 0.75f;
+  }
+  // As combine makes it: rows as they travel, added to the sum in the order of the ranks.
+  std::vector<float> combined(int rank, std::int64_t token, bool pre_reduced, bool logfmt,
+                              const std::set<int>& masked) const {
+    const auto size = static_cast<std::size_t>(shape.hidden);
+    std::vector<float> total(size, 0.0f), row(size), part(size);
+    const auto add = [](std::vector<float>& sum, float weight, const std::vector<float>& numbers) {
+      for (std::size_t h = 0; h < sum.size(); ++h) {
+        const volatile float product = weight * numbers[h];
+        sum[h] = sum[h] + product;
+      }
+    };
     for (int holder = 0; holder < shape.num_ranks; ++holder) {
       if (masked.count(holder) != 0) continue;
-      volatile float part = pre_reduced ? 0.0f : total;
+      bool any = false;
+      std::fill(part.begin(), part.end(), 0.0f);
       for (std::int64_t k = 0; k < shape.topk; ++k) {
         const std::int64_t expert = id(rank, token, k);
         if (expert < 0 || blocks.rank_of(static_cast<int>(expert)) != holder) continue;
         bool first = true;
         for (std::int64_t earlier = 0; earlier < k; ++earlier) first = first && id(rank, token, earlier) != expert;
         if (!first) continue;
+        any = true;
         volatile float weight = 0;
         for (std::int64_t other = k; other < shape.topk; ++other)
           if (id(rank, token, other) == expert) weight = weight + inputs[rank].weights[token * shape.topk + other];
-        volatile float product = weight * output(expert, {rank, token}, h);
-        part = part + product;
-        *magnitude += std::fabs(product);
+        for (std::int64_t h = 0; h < shape.hidden; ++h) row[h] = output(expert, {rank, token}, h);
+        if (!pre_reduced && logfmt) through_logfmt(row);
+        add(pre_reduced ? part : total, weight, row);
       }
-      total = pre_reduced ? total + rounded(shape.dtype, part) : part;
+      if (!pre_reduced || !any) continue;
+      for (float& number : part) number = rounded(shape.dtype, number);
+      if (logfmt) through_logfmt(part);
+      add(total, 1.0f, part);
     }
-    return rounded(shape.dtype, total);
+    for (float& number : total) number = rounded(shape.dtype, number);
+    return total;
+  }
+  static void through_logfmt(std::vector<float>& row) {
+    const auto hidden = static_cast<std::int64_t>(row.size());
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(hidden / kLogfmtBlock * kLogfmtBlockBytes));
+    cpu::kGenericOps.logfmt_encode(DType::kFloat32, row.data(), hidden, codes.data());
+    cpu::kGenericOps.logfmt_decode(codes.data(), hidden, row.data());
   }
 };
 

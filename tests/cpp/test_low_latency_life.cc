@@ -372,7 +372,7 @@ TEST_CASE("a silent rank is masked, what it owed is left out, and it can come ba
       back.return_recv_hook = form >= 2;
       const auto combined = buffer.low_latency_combine(back);
       if (combined.hook) combined.hook();
-      model.check_combined(rank, combined.combined_x.view, form != 2, 0, {2});
+      model.check_combined(rank, combined.combined_x.view, form != 2, false, {2});
     }
     ++waiting;
     while (waiting < 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -249,12 +249,12 @@ def test_logarithmic_codes_keep_zeros_signs_and_magnitudes(hook: str, form: str)
     def rank_main(comm: Any, rank: int) -> Any:
         buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
         low = send(buffer, given)
-        y = (low[0].float().sign() * 2.0**octaves).bfloat16()
+        _, idx, weights = inputs_of(buffer, given)
+        y = (low[0].float().sign() * 2.0 ** where(buffer, octaves)).bfloat16()
         y[..., ::7] = 0.0
         y[..., 128:256] = 0.0
-        weights = torch.ones_like(given.topk_weights[rank])
         options: dict[str, Any] = {"use_logfmt": True, "return_recv_hook": hook == "now"}
-        combined, _, receive = buffer.low_latency_combine(y, given.topk_idx[rank], weights, low[2], **options)
+        combined, _, receive = buffer.low_latency_combine(y, idx, torch.ones_like(weights), low[2], **options)
         if receive is not None:
             receive()
         return combined

@@ -124,9 +124,7 @@ def high_throughput_programs(
 
 
 @st.composite
-def low_latency_calls(
-    draw: Draw, ranks: int, at: int, buffer: int = 0, ways: Sequence[str] = WAYS
-) -> list[Call]:
+def low_latency_calls(draw: Draw, ranks: int, at: int, buffer: int = 0) -> list[Call]:
     """A dispatch and one or two combines that answer it."""
     case = draw(cases(ranks, most_tokens=12, low_latency=True))
     plain = case.payload == "plain"
@@ -143,7 +141,7 @@ def low_latency_calls(
     )
     calls: list[Call] = [dispatch]
     for _ in range(draw(st.integers(1, 2))):
-        copying = draw(st.sampled_from(ways))
+        copying = draw(st.sampled_from(WAYS))
         calls.append(
             LowLatencyCombine(
                 at,
@@ -163,7 +161,6 @@ def mixed_programs(
     draw: Draw,
     ranks: int,
     buffers: int = 1,
-    ways: Sequence[str] = WAYS,
     options: st.SearchStrategy[BufferOptions] = buffer_options,
 ) -> Program:
     """Low-latency exchanges with changing M, H and E, hooks pending or not, and the other mode in between."""
@@ -174,7 +171,7 @@ def mixed_programs(
             weights = dispatch.path != "layout only"
             calls += [dispatch, Combine(len(calls), weights=weights, buffer=dispatch.buffer)]
         else:
-            calls += draw(low_latency_calls(ranks, len(calls), draw(st.integers(0, buffers - 1)), ways))
+            calls += draw(low_latency_calls(ranks, len(calls), draw(st.integers(0, buffers - 1))))
     newest_first = draw(st.booleans())
     return Program(calls, [draw(options) for _ in range(buffers)], newest_first)
 

@@ -385,22 +385,28 @@ def test_growth_that_some_rank_does_not_come_to(what: str, form: str) -> None:
     check(good_program(), [good0, good1])
 
 
-# ---- what is not there ----
-def job_logfmt(comm: Any, rank: int, _: Any) -> Any:
-    buffer = deep_moe.Buffer(None, comm=comm, timeout=10)
-    low = send(buffer, GIVEN)
-    _, idx, weights = inputs_of(buffer, GIVEN)
-    tried = attempt(lambda: buffer.low_latency_combine(low[0], idx, weights, low[2], use_logfmt=True))
-    return tried, execute(good_program(), rank, [buffer])
+# ---- rows as logarithms ----
+@pytest.mark.parametrize("hook", ["none", "now"])
+def test_logarithmic_codes_keep_zeros_signs_and_magnitudes(hook: str, form: str) -> None:
+    on_cpus.test_logarithmic_codes_keep_zeros_signs_and_magnitudes(hook, form)
 
 
-def test_logarithmic_codes_are_refused() -> None:
-    results = TWO.run(job_logfmt)
-    for tried, _ in results:
-        tried.must_be(deep_moe.UnavailableError, "use_logfmt")
-    check(good_program(), [good for _, good in results])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_logarithmic_codes_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """Bit for bit, reduced by the holders and by expert, in one launch and in halves."""
+    case = Case("codes", (31, 24), hidden=1152, experts=9, topk=5, dtype=dtype)
+    calls: list[Call] = []
+    for weights in (False, True):
+        for hook in ("none", "late"):
+            calls.append(LowLatencyDispatch(case.but(seed=len(calls)).inputs(), 32, weights=weights))
+            calls.append(LowLatencyCombine(len(calls) - 1, seed=len(calls), hook=hook, logfmt=True))
+    on_the_cpu = run(Program(calls, [BufferOptions(device="cpu")]), 2, "thread")
+    for rank, (mine, theirs) in enumerate(zip(TWO.run_program(Program(calls)), on_the_cpu, strict=True)):
+        for call in range(1, len(calls), 2):
+            same_bits(mine[call]["x"], theirs[call]["x"], f"rank {rank}, call {call}")
 
 
+# ---- ids of no expert ----
 def test_foreign_ids_are_sent_nowhere() -> None:
     given = Case("foreign", (9, 8), hidden=256).inputs()
     for idx in given.topk_idx:

@@ -33,7 +33,7 @@ def programs(ranks: int, buffers: int = 1) -> Any:
 
 def low_latency_programs(ranks: int, buffers: int = 1) -> Any:
     """Both modes on one Buffer."""
-    return mixed_programs(ranks, buffers, ("plain", "zero copy"), buffer_options)
+    return mixed_programs(ranks, buffers, options=buffer_options)
 
 
 def try_program(program: Program, world: World) -> None:

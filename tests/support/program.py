@@ -29,6 +29,7 @@ class BufferOptions:
     num_ll_bytes: int = 0
     timeout: float = 20.0
     memory: str = ""  # on GPUs the kind that ranks share: "fd" or "ipc"
+    device: str | None = None
 
     def make(self, comm: Any) -> deep_moe.Buffer:
         if self.memory:
@@ -47,6 +48,7 @@ class BufferOptions:
             explicitly_destroy=True,
             comm=comm,
             timeout=self.timeout,
+            device=self.device,
         )
 
 

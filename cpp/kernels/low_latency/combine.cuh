@@ -26,6 +26,27 @@ struct LowLatencyCombineParams {
   bool early = false;     // the next launch may start at once
 };
 
+// Numbers of a lane that have travelled as codes.
+struct LaneNumbers {
+  float n[8];
+};
+
+// How what a lane has of a row travels: as it is.
+template <typename T, class Width>
+struct Wire {
+  static constexpr bool kHasScales = false;  // every word of a unit is looked at by its tags
+  using Coded = LaneVectors<Width>;
+  __device__ __forceinline__ static const Coded& coded(const LaneVectors<Width>& vectors) { return vectors; }
+  __device__ __forceinline__ static LaneUnits<Width> sent(const Coded& coded, std::uint32_t tag) {
+    return to_units(coded, tag, tag);
+  }
+  __device__ __forceinline__ static LaneVectors<Width> received(const LaneUnits<Width>& units) {
+    return to_vectors(units);
+  }
+  // The same of a row that does not travel.
+  __device__ __forceinline__ static LaneVectors<Width> kept(const Coded& coded) { return coded; }
+};
+
 // Sums of what a lane has of a tile. Two roundings a number, as the CPU does it.
 template <typename T, class Width>
 struct LaneSums {
@@ -44,6 +65,19 @@ struct LaneSums {
     for (int j = 0; j < Width::kVectors; ++j)
 #pragma unroll
       for (int i = 0; i < kNumbers; ++i) total[j][i] = __fadd_rn(total[j][i], number<T>(vectors.v[j], i));
+  }
+  __device__ __forceinline__ void add(float weight, const LaneNumbers& numbers) {
+#pragma unroll
+    for (int j = 0; j < Width::kVectors; ++j)
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i)
+        total[j][i] = __fadd_rn(total[j][i], __fmul_rn(weight, numbers.n[j * kNumbers + i]));
+  }
+  __device__ __forceinline__ void add(const LaneNumbers& numbers) {
+#pragma unroll
+    for (int j = 0; j < Width::kVectors; ++j)
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) total[j][i] = __fadd_rn(total[j][i], numbers.n[j * kNumbers + i]);
   }
   __device__ __forceinline__ LaneVectors<Width> rounded() const {
     LaneVectors<Width> vectors;
@@ -104,7 +138,7 @@ __device__ __forceinline__ void load_packed(const LowLatencyCombineParams& param
 #pragma unroll
   for (int j = 0; j < Width::kVectors; ++j) {
     if (!tile.has_vector(j)) continue;
-    const char* vector = address + 32 * 16 * j;
+    const char* vector = address + LaneTile<Width>::kVectorStride * j;
     vectors->v[j] = Width::kPlain || params.x_alignment == 16 ? ptx::ld_weak_16(vector) : load_16_anywhere(vector);
   }
 }

@@ -10,11 +10,11 @@ namespace deep_moe::kernels {
 
 // A tile of a row that a peer sends; `*units` holds an earlier try. Where the peer has been masked meanwhile, `*there`
 // says whether it has come. False: leave.
-template <class Width>
+template <bool kHasScales, class Width>
 __device__ __forceinline__ bool take_tile(const LowLatencyRun& run, int holder, const char* row,
                                           const LaneTile<Width>& tile, LaneUnits<Width>* units, bool* there) {
-  if (!await_units<false>(run, layout::WaitPhase::kUnits, holder, row, tile, units)) return false;
-  *there = !run.may_be_masked() || __all_sync(0xffffffffu, are_there<false>(run.tag(), tile, *units));
+  if (!await_units<kHasScales>(run, layout::WaitPhase::kUnits, holder, row, tile, units)) return false;
+  *there = !run.may_be_masked() || __all_sync(0xffffffffu, are_there<kHasScales>(run.tag(), tile, *units));
   return true;
 }
 
@@ -23,6 +23,7 @@ struct CombineTask {
   static constexpr bool kPlain = Width::kPlain;
   static constexpr bool kMayBeOwn = kHalf_ != LowLatencyHalf::kSend, kMayBeHeld = kHalf_ != LowLatencyHalf::kReceive;
   using Ranks = RankBits<kPlain>;
+  using Wire = kernels::Wire<T, Width>;
   // What it is of, and what there is to know about that.
   struct Item {
     int owner = 0, token = 0, part = 0;
@@ -49,15 +50,15 @@ struct CombineTask {
       if (!find_weights(0, raw)) return false;
     }
     const LaneTile<Width> tile(params.num_vectors, item.part);
-    LaneVectors<Width> here{};
+    typename Wire::Coded here{};
     bool any = false, ok = true;
     if constexpr (kMayBeHeld) {
-      here = sum_here(tile, &any, &ok);
+      here = Wire::coded(sum_here(tile, &any, &ok));
       if (!ok) return false;
       if (!item.is_own) {
         if (any)
           tile.store_units(params.slot.reduced_row(run.slot_of(item.owner), run.rank(), item.token),
-                           to_units(here, run.tag(), run.tag()));
+                           Wire::sent(here, run.tag()));
         return true;
       }
     }
@@ -71,7 +72,7 @@ struct CombineTask {
          rest != 0; rest &= rest - 1) {
       const int holder = first_of(rest);
       if (kMayBeHeld && holder == run.rank()) {
-        if (any) sums.add(here);
+        if (any) sums.add(Wire::kept(here));
         continue;
       }
       if constexpr (kByExpert)
@@ -141,7 +142,7 @@ struct CombineTask {
         for (int n = 0; n < kBatch; ++n, rows &= rows - 1)
           if (rows != 0)
             tile.store_units(params.slot.expert_row(run.slot_of(item.owner), item.token, half * kHalf + first_of(rows)),
-                             to_units(vectors[n], run.tag(), run.tag()));
+                             Wire::sent(Wire::coded(vectors[n]), run.tag()));
       }
     }
   }
@@ -152,8 +153,8 @@ struct CombineTask {
     LaneUnits<Width> units = no_units<Width>(run.tag());
     tile.load_units(row, &units);
     bool there;
-    if (!take_tile(run, holder, row, tile, &units, &there)) return false;
-    if (there) sums->add(to_vectors(units));
+    if (!take_tile<Wire::kHasScales>(run, holder, row, tile, &units, &there)) return false;
+    if (there) sums->add(Wire::received(units));
     return true;
   }
   // The rows, by expert, that one holder sends.
@@ -180,9 +181,9 @@ struct CombineTask {
         for (int n = 0; n < kBatch; ++n, rows &= rows - 1) {
           if (rows == 0) break;
           bool there;
-          if (!take_tile(run, holder, row_of(rows), tile, &units[n], &there)) return false;
+          if (!take_tile<Wire::kHasScales>(run, holder, row_of(rows), tile, &units[n], &there)) return false;
           const float weight = __shfl_sync(0xffffffffu, item.words.weight, first_of(rows));
-          if (there) sums->add(weight, to_vectors(units[n]));
+          if (there) sums->add(weight, Wire::received(units[n]));
         }
       }
     }

@@ -77,6 +77,7 @@ __device__ __forceinline__ std::uint32_t& spare_of(LaneUnits<Width>& units) {
 template <class Width>
 struct LaneTile {
   static constexpr bool kIsPair = Width::kParts > 1;  // two lanes for one
+  static constexpr int kVectorStride = 32 * 16;       // bytes
 
   int tile, lane, first;  // first: of the lane's vectors
   int rest;               // vectors of the row from vector 0 of `lane` in the tile on
@@ -114,7 +115,7 @@ struct LaneTile {
     row += vector_offset(0);
 #pragma unroll
     for (int j = 0; j < Width::kVectors; ++j)
-      if (has_vector(j)) ptx::st_weak_16(row + 32 * 16 * j, vectors.v[j]);
+      if (has_vector(j)) ptx::st_weak_16(row + kVectorStride * j, vectors.v[j]);
   }
 
   // Rows that are cast: vectors of eight neighbours share a scale. It travels as the spare word of `lane` % 8 == j for

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -202,6 +203,12 @@ inline unsigned __vmaxu2(unsigned a, unsigned b) {
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rz(float a, float b) {  // of numbers whose sum is a double
+  const double sum = static_cast<double>(a) + b;
+  const float near = static_cast<float>(sum);
+  return std::fabs(near) > std::fabs(sum) ? std::nextafter(near, 0.0f) : near;
+}
 template <typename T>
 T __ldg(const T* address) {
   return *address;

@@ -167,6 +167,7 @@ TEST_CASE("low latency, emulated: three calls in flight, halves in any order") {
         shape.seed = static_cast<std::uint64_t>(round * 4 + i);
         models.push_back(std::make_unique<LowModel>(shape));
         LowMode mode = mode_of(true, same.below(2) == 0, same.below(2) == 0 ? 1 : 0);
+        mode.logfmt = (round + i) % 3 == 1;
         mode.short_ids = false;
         mode.num_blocks = 1 + static_cast<int>(mine.below(5));
         open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
