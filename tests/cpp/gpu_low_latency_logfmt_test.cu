@@ -174,7 +174,7 @@ TEST_CASE("low latency, logarithms: ranks, halves, weights, types" * doctest::sk
 }
 
 TEST_CASE("low latency, logarithms: widths, many experts a token, gaps, few blocks" * doctest::skip(no_gpu())) {
-  LowRanks ranks(2, 16 * kMiB, 64 * kMiB);
+  LowRanks ranks(2, 16 * kMiB, 256 * kMiB);
   struct Case {
     std::int64_t hidden, experts, topk, max_tokens;
     DType dtype;
