@@ -214,11 +214,8 @@ void CudaBuffer::launch_notified(const DispatchArgs& args, RowMovement* move) {
   notify.send_position = move->handle.send_index.as<std::int32_t>();
   notify.is_token_in_rank = move->handle.is_token_in_rank.as<bool>();
   notify.rank_prefix_matrix = move->handle.rank_prefix_matrix.as<std::int32_t>();
-  if (const Nodes* nodes = world_->nodes()) {
+  if (world_->nodes() != nullptr) {
     notify_nodes(notify, move);
-    if (move->worst_rows == 0) return;
-    // Each row that this rank forwards is received by a rank of its node.
-    make_forward_map(move->worst_rows * nodes->topology().num_local_ranks(), move);
     return move_rows_between(rows, move);
   }
   kernels::notify(world_->domain(), notify, move->streams.work());
@@ -275,8 +272,11 @@ void CudaBuffer::read_counts(const DispatchArgs& args, RowMovement* move) {
   if (world_->nodes() != nullptr) {
     std::int64_t rows_in = 0;
     for (int other = 0; other < num_nodes; ++other) rows_in += read(words.node_rows(host)[other]);
-    make_forward_map(rows_in, move);
-    if (outcome == NotifyOutcome::kRowsFit) move_rows_between(row_arguments(args, *move), move);
+    if (rows_in > move->handle.send_nvl_index.view.shape[0]) {
+      make_forward_map(rows_in, move);
+      if (outcome == NotifyOutcome::kRowsFit) move_rows_between(row_arguments(args, *move), move);
+    }
+    move->handle.send_nvl_index.view.shape[0] = rows_in;
   }
   if (outcome == NotifyOutcome::kTooSmall) grow_and_move(args, move);
 }

@@ -1,7 +1,8 @@
 // The high-throughput calls of a GPU Buffer whose ranks are on several nodes: what differs from those on one node.
 //
-// Routes are known when notify has ended, and with them how many rows this rank forwards: only then the kernel that
-// moves rows is launched, unless num_worst_tokens bounds both.
+// The map of what this rank forwards is made before the host knows its size: for as many rows as other nodes' ranks
+// would send with as many tokens as this one has. Where more come, the kernel that moves rows leaves at once, and is
+// launched again; the peers wait for it.
 #include <algorithm>
 #include <cstring>
 
@@ -64,6 +65,8 @@ void CudaBuffer::make_rail_handle(RowMovement* move) {
   move->handle.send_index = part(positions, DType::kInt32, T, R, R + N);
   move->handle.send_rdma_index = part(positions + word * static_cast<std::size_t>(R), DType::kInt32, T, N, R + N);
   move->handle.is_token_in_rank = part(in_rank, DType::kBool, T, R, R + N);
+  // With num_worst_tokens: each row that this rank forwards is received by a rank of its node.
+  make_forward_map(move->worst_rows > 0 ? move->worst_rows * (R / N) : (N - 1) * T, move);
 }
 
 void CudaBuffer::make_forward_map(std::int64_t num_rows, RowMovement* move) {
@@ -107,7 +110,10 @@ void CudaBuffer::move_rows_between(const kernels::DispatchArgs& args, RowMovemen
   rows.topk_weights = args.topk_weights;
   rows.has_weights = args.has_weights;
   rows.weight_stride = args.weight_stride;
-  if (!move->cached) rows.send_nvl_index = move->handle.send_nvl_index.as<std::int32_t>();
+  if (!move->cached) {
+    rows.send_nvl_index = move->handle.send_nvl_index.as<std::int32_t>();
+    rows.map_rows = move->handle.send_nvl_index.view.shape[0];
+  }
   world_->nodes()->dispatch(rows, move->streams.work());
 }
 

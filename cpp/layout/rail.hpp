@@ -15,7 +15,7 @@ inline constexpr int kChunkRows = 8;
 // Few peers need deep rings to keep the network busy, many share it.
 DM_HOST_DEVICE constexpr int ring_slots(int num_nodes) {
   const int slots = num_nodes > 1 ? 128 / (num_nodes - 1) : 0;
-  return slots > 64 ? 64 : slots < 4 ? 4 : slots;
+  return slots < 4 ? 4 : slots;
 }
 
 // What an arrival or credit word says: chunk `number` (from 1 on) of its ring, in this generation. 0 is no chunk.
@@ -153,6 +153,7 @@ struct RailCall {
   std::int64_t num_rows = 0;
   std::size_t row_stride = 0;
   int chunk_rows = kChunkRows;  // as many of its rows as a slot has room for, up to kChunkRows
+  std::uint32_t first_slot = 0;
 
   RailCall() = default;
   DM_HOST_DEVICE RailCall(const RailShape& shape, std::uint64_t first_number_, std::int64_t num_rows_,
@@ -160,16 +161,17 @@ struct RailCall {
       : first_number(first_number_), num_rows(num_rows_), row_stride(row_stride_) {
     const std::size_t fit = shape.slot_bytes / row_stride_;
     chunk_rows = fit < kChunkRows ? static_cast<int>(fit) : kChunkRows;
+    first_slot = static_cast<std::uint32_t>((first_number_ - 1) % static_cast<std::uint64_t>(shape.num_slots));
   }
 
   DM_HOST_DEVICE std::int64_t num_chunks() const { return (num_rows + chunk_rows - 1) / chunk_rows; }
   DM_HOST_DEVICE std::uint64_t next_number() const { return first_number + static_cast<std::uint64_t>(num_chunks()); }
   DM_HOST_DEVICE RailPlace place(const RailShape& shape, std::int64_t position) const {
-    const std::int64_t chunk = position / chunk_rows;
-    const std::int64_t left = num_rows - chunk * chunk_rows;
-    const std::uint64_t number = first_number + static_cast<std::uint64_t>(chunk);
-    return {number, static_cast<int>((number - 1) % static_cast<std::uint64_t>(shape.num_slots)),
-            static_cast<int>(position % chunk_rows), static_cast<int>(left < chunk_rows ? left : chunk_rows)};
+    // Rows of a call are counted in 32 bits, and kernels divide often.
+    const std::uint32_t at = static_cast<std::uint32_t>(position), rows = static_cast<std::uint32_t>(chunk_rows);
+    const std::uint32_t chunk = at / rows, left = static_cast<std::uint32_t>(num_rows) - chunk * rows;
+    return {first_number + chunk, static_cast<int>((first_slot + chunk) % static_cast<std::uint32_t>(shape.num_slots)),
+            static_cast<int>(at - chunk * rows), static_cast<int>(left < rows ? left : rows)};
   }
 };
 

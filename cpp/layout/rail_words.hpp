@@ -9,8 +9,8 @@
 
 namespace deep_moe::layout {
 
-inline constexpr int kMaxNodes = 32;      // of the kernels; ranks and nodes together are at most kMaxKernelRanks
-inline constexpr int kMaxRingSlots = 64;  // ring_slots() gives no more
+inline constexpr int kMaxNodes = 32;       // of the kernels; ranks and nodes together are at most kMaxKernelRanks
+inline constexpr int kMaxRingSlots = 128;  // ring_slots() gives no more
 
 // Of one rank, for its own launches.
 struct alignas(64) RailState {

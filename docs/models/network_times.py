@@ -175,7 +175,7 @@ def align(size: int, to: int) -> int:
 
 def ring_slots(nodes: int) -> int:
     """Slots of a ring: few peers need deep rings to fill the network, many share it."""
-    return min(64, max(4, 128 // (nodes - 1)))
+    return max(4, 128 // (nodes - 1))
 
 
 def ring_row(work: Work, row: int, ids: bool = True) -> int:

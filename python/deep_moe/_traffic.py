@@ -209,12 +209,12 @@ def ring_row(work: Work, row: int, ids: bool) -> int:
 def ring_bytes(work: Work, row: int) -> int:
     """Symmetric memory of the rings between nodes, whatever T is (docs/internode.md, docs/models).
 
-    N - 1 rings in each direction, of min(64, max(4, 128 / (N - 1))) slots of 8 rows; words; notify's records.
+    N - 1 rings in each direction, of max(4, 128 / (N - 1)) slots of 8 rows; words; notify's records.
     """
     peers = work.nodes - 1
     if peers == 0:
         return 0
-    slots = min(64, max(4, 128 // peers))
+    slots = max(4, 128 // peers)
     rings = 2 * peers * slots * (CHUNK_ROWS * ring_row(work, row, True) + 256)
     counts = ANNOUNCE + 4 * work.local + 4 * math.ceil(work.experts / work.nodes)
     return rings + 2 * peers * slots * 8 + 2 * NOTIFY_DEPTH * peers * _align(counts, 64)

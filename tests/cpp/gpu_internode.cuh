@@ -34,7 +34,11 @@ class RailWorld {
   };
 
   RailWorld(World& world, Rows& rows, const RailShape& shape, std::int64_t max_tokens)
-      : world_(world), rows_(rows), shape_(shape), ranks_(static_cast<std::size_t>(shape.num_ranks())) {
+      : world_(world),
+        rows_(rows),
+        shape_(shape),
+        map_rows_(max_tokens * shape.num_nodes),
+        ranks_(static_cast<std::size_t>(shape.num_ranks())) {
     const int N = shape.num_nodes, L = shape.num_local_ranks, R = shape.num_ranks();
     const layout::RailLayout rail(
         {N, shape.num_slots, layout::align_up(shape.slot_bytes, layout::kAlign), layout::rail_record_bytes(N, L)});
@@ -74,7 +78,7 @@ class RailWorld {
       rank.rows_out = words_of(N);
       rank.rows_in = words_of(N);
       rank.recv = words_of(world.num_experts());
-      rank.map = words_of(max_tokens * N * L);
+      rank.map = words_of(map_rows_ * L);
       rank.heaps = table(r, domain.own_node, [&](int mate, std::vector<char*>& bases, int at) {
         bases[at + kHeapSegment] = rows.rank(mate).heap;
       });
@@ -143,6 +147,7 @@ class RailWorld {
     args.has_weights = rows_.shape().weights;
     args.weight_stride = same.weight_stride;
     args.send_nvl_index = ranks_[r].map;
+    args.map_rows = map_rows_;
     return args;
   }
   internode::CombineArgs combine_args(int r, Sums& sums) {
@@ -253,6 +258,7 @@ class RailWorld {
   World& world_;
   Rows& rows_;
   const RailShape shape_;
+  const std::int64_t map_rows_;
   internode::MappedBlocks network_;
   std::vector<PerRank> ranks_;
 };

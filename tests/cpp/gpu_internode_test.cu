@@ -127,6 +127,29 @@ GPU_TEST_CASE("between nodes: combine is equal to the host, rounded once more fo
   }
 }
 
+GPU_TEST_CASE("between nodes: a launch whose map is too small moves nothing, and the next one all") {
+  const RailShape rail{2, 2};
+  std::mt19937_64 random(66);
+  World world(4, 60, 4, 16, 8, kLong);
+  Rows rows(world, 60, row_shape(512));
+  RailWorld rails(world, rows, rail, 60);
+  fill_random(world, rows, random, {60, 31});
+  run(4, [&](int r) {
+    const auto stream = world.rank(r).stream;
+    internode::DispatchArgs args = rails.dispatch_args(r);
+    internode::notify(rails.rank(r).domain, rails.network(), rails.notify_args(r, 0), stream);
+    if (r % 2 == 0) {
+      args.map_rows = 0;
+      internode::dispatch(rails.rank(r).domain, rails.network(), args, stream);
+      cuda(cudaStreamSynchronize(stream));
+    }
+    internode::dispatch(rails.rank(r).domain, rails.network(), rails.dispatch_args(r), stream);
+    cuda(cudaStreamSynchronize(stream));
+  });
+  REQUIRE_EQ(rails.errors(), "");
+  CHECK_EQ(rows.check_heaps(), "");
+}
+
 GPU_TEST_CASE("between nodes: a refused call moves nothing anywhere and leaves the rings in step") {
   const RailShape rail{2, 2};
   std::mt19937_64 random(63);

@@ -156,13 +156,13 @@ def test_size_hint_is_enough(hidden: int, payload: str) -> None:
     results = run_ranks(rank_main, 2, form="thread")
     check(Program([Dispatch(given), Combine(0)], local_ranks=1), [one for _, _, one in results])
     for hint, kept, _ in results:
-        assert kept == hint and 2 * 64 * 8 * 2 * hidden < hint < 3 * 64 * 8 * 2 * hidden + (4 << 20)
+        assert kept == hint and 2 * 128 * 8 * 2 * hidden < hint < 3 * 128 * 8 * 2 * hidden + (4 << 20)
 
 
 def test_size_hint_without_several_nodes_is_nothing() -> None:
     config = deep_moe.Config()
     assert [config.get_rdma_buffer_size_hint(14336, ranks) for ranks in (1, 2, 8)] == [0, 0, 0]
-    assert 0 < config.get_rdma_buffer_size_hint(14336, 16) < config.get_rdma_buffer_size_hint(14336, 64)
+    assert 0 < config.get_rdma_buffer_size_hint(14336, 16) < config.get_rdma_buffer_size_hint(14336, 512)
 
 
 # ---- failures ----

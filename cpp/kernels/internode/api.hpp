@@ -96,6 +96,7 @@ struct DispatchArgs {
   bool has_weights = false;
   std::int64_t weight_stride = 0;
   std::int32_t* send_nvl_index = nullptr;  // [rows in, L] final index at each mate, or -1; null: a handle has it
+  std::int64_t map_rows = 0;               // that it has room for; where more come in, this launch moves nothing
 };
 void dispatch(const RailDomain& domain, const MappedBlocks& network, const DispatchArgs& args, Stream stream);
 

@@ -18,12 +18,32 @@ __device__ __forceinline__ bool rows_may_move(const WaitScope& scope) {
   return __syncthreads_and(fits);
 }
 
-// The next of this rank's tokens for the warp, from `num_tokens` on if there is none.
-__device__ __forceinline__ std::int64_t next_token(const RailDomain& domain) {
-  std::uint64_t token = 0;
-  if (lane_id() == 0) token = ptx::atom_add_relaxed_gpu(&domain.state().next_token, 1);
-  return static_cast<std::int64_t>(__shfl_sync(0xffffffffu, token, 0));
-}
+// This rank's tokens for one warp after the other. Each asks for its next one before it begins with the last: the
+// least token that is not finished is always one that its warp has begun.
+class Tokens {
+ public:
+  __device__ Tokens(const RailDomain& domain, std::int64_t num_tokens)
+      : counter_(&domain.state().next_token), num_tokens_(num_tokens) {
+    ask();
+  }
+
+  // The whole warp. False: there are no more.
+  __device__ bool next(std::int64_t* token) {
+    *token = static_cast<std::int64_t>(__shfl_sync(0xffffffffu, asked_, 0));
+    if (*token >= num_tokens_) return false;
+    ask();
+    return true;
+  }
+
+ private:
+  __device__ void ask() {
+    if (lane_id() == 0) asked_ = ptx::atom_add_relaxed_gpu(counter_, 1);
+  }
+
+  std::uint64_t* counter_;
+  const std::int64_t num_tokens_;
+  std::uint64_t asked_ = 0;
+};
 
 // Of the grid's warps that serve rings, which number this one has.
 __device__ __forceinline__ int ring_warp() {
@@ -32,15 +52,14 @@ __device__ __forceinline__ int ring_warp() {
 
 // Every block comes here when it is through. The first one waits for all blocks of the node's ranks (D8, C7), and
 // counts the call's chunks, by node, as used.
-template <typename ChunksOut, typename ChunksIn>
 __device__ __forceinline__ void end_rows(const WaitScope& scope, const RailDomain& domain, WaitPhase phase,
-                                         ChunksOut chunks_out, ChunksIn chunks_in) {
+                                         const RingCalls& rings) {
   post_block_done(scope, false);
   if (blockIdx.x != 0 || !wait_for_blocks(scope, phase, false)) return;
   const int node = static_cast<int>(threadIdx.x);
   if (node == 0) domain.state().next_token = 0;
   if (node < domain.num_nodes && node != domain.own_node)
-    advance_rings(domain, node, chunks_out(node), chunks_in(node));
+    advance_rings(domain, node, rings.out[node].num_chunks(), rings.in[node].num_chunks());
 }
 
 }  // namespace deep_moe::kernels::internode

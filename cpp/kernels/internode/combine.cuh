@@ -88,11 +88,11 @@ __device__ __forceinline__ void sum_rows(const CombineParams& params, const SumL
 // C2, C3: the sum that is one row of a ring, back to the peer. False: the block must leave.
 template <typename T, typename Network>
 __device__ bool collect_row(const WaitScope& scope, const RailDomain& domain, const Network& network,
-                            const CombineParams& params, const Holder* holders, int node, std::int64_t number,
-                            SumList& list) {
+                            const CombineParams& params, const Holder* holders, const RingCalls& rings, int node,
+                            std::int64_t number, SumList& list) {
   const Routes& routes = params.args.routes;
   const int num_local_ranks = domain.num_local_ranks();
-  const RailCall call = ring_call(domain, domain.state().sent, node, rows_in(routes, node), params.rail_row.stride);
+  const RailCall& call = rings.out[node];
   const RailPlace place = call.place(domain.rail.shape(), number);
   bool free = true;
   if (lane_id() == 0)
@@ -115,14 +115,12 @@ __device__ bool collect_row(const WaitScope& scope, const RailDomain& domain, co
 // C4 to C6: one of this rank's tokens. False: the block must leave.
 template <typename T, typename Network>
 __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
-                          const CombineParams& params, const Holder* holders, std::int64_t token, SumList& list) {
+                          const CombineParams& params, const Holder* holders, const RingCalls& rings,
+                          std::int64_t token, SumList& list) {
   const CombineArgs& args = params.args;
   const int own = domain.rank();
   const std::int32_t* position = args.routes.position + token * args.routes.position_stride;
   const std::int32_t* node_position = args.routes.node_position + token * args.routes.node_stride;
-  const auto ring_of = [&](int node) {
-    return ring_call(domain, domain.state().received, node, args.routes.rows_out[node], params.rail_row.stride);
-  };
   int num_rows = 0, num_weights = 0;
   for (int b = 0; b < 2; ++b) {
     if (args.bias[b] == nullptr) continue;
@@ -140,7 +138,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
     }
     const std::int32_t at = node_position[node];
     if (at < 0) continue;
-    const RailCall call = ring_of(node);
+    const RailCall& call = rings.in[node];
     const RailPlace place = call.place(domain.rail.shape(), at);
     bool there = true;
     if (lane_id() == 0)
@@ -161,7 +159,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
   for (int node = 0; node < domain.num_nodes; ++node) {
     const std::int32_t at = node == domain.own_node ? -1 : node_position[node];
     if (at < 0) continue;
-    const RailPlace place = ring_of(node).place(domain.rail.shape(), at);
+    const RailPlace place = rings.in[node].place(domain.rail.shape(), at);
     row_is_read(domain, network, node, place);
   }
   __syncwarp();  // the list is free

@@ -10,12 +10,13 @@ namespace deep_moe::kernels::internode {
 
 // Dynamic shared memory.
 struct CombineShared {
-  SumList lists[RailTuning::kWarps];
+  SumList lists[RailTuning::kSumWarps];
   Holder holders[layout::kMaxKernelRanks];
+  RingCalls rings;
 };
 
 template <typename Network, typename T>
-__global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
+__global__ void __launch_bounds__(32 * RailTuning::kSumWarps, 1)
     combine_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
                    const __grid_constant__ CombineParams params) {
   extern __shared__ __align__(16) char dynamic_shared[];
@@ -26,29 +27,24 @@ __global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
                         ptx::ld_relaxed_gpu(&domain.node.words.state(domain.node.workspaces[domain.node.rank]).epoch)};
   if (!rows_may_move(scope)) return;
   bool ok = thread >= domain.num_local_ranks() || find_holder(scope, domain, args, thread, shared.holders + thread);
+  find_ring_calls(
+      domain, params.rail_row.stride, [&](int node) { return rows_in(args.routes, node); },
+      [&](int node) { return args.routes.rows_out[node]; }, shared.rings);
   if (!__syncthreads_and(ok)) return;
 
-  const auto call_out = [&](int node) {
-    return ring_call(domain, domain.state().sent, node, rows_in(args.routes, node), params.rail_row.stride);
-  };
   SumList& list = shared.lists[warp];
   if (warp % 2 == 0) {
-    for (std::int64_t token; ok && (token = next_token(domain)) < args.num_tokens;)
-      ok = sum_token<T>(scope, domain, network, params, shared.holders, token, list);
+    Tokens tokens(domain, args.num_tokens);
+    for (std::int64_t token; ok && tokens.next(&token);)
+      ok = sum_token<T>(scope, domain, network, params, shared.holders, shared.rings, token, list);
   } else {
-    RingRows rows(domain, ring_warp());
-    const auto num_rows = [&](int node) { return rows_in(args.routes, node); };
+    RingRows rows(domain, ring_warp(), shared.rings.out);
     std::int64_t row;
-    for (int node; ok && rows.next(num_rows, &node, &row);)
-      ok = collect_row<T>(scope, domain, network, params, shared.holders, node, row, list);
+    for (int node; ok && rows.next(&node, &row);)
+      ok = collect_row<T>(scope, domain, network, params, shared.holders, shared.rings, node, row, list);
   }
   if (!__syncthreads_and(ok)) return;
-  end_rows(
-      scope, domain, WaitPhase::kPullDone, [&](int node) { return call_out(node).num_chunks(); },
-      [&](int node) {
-        return ring_call(domain, domain.state().received, node, args.routes.rows_out[node], params.rail_row.stride)
-            .num_chunks();
-      });
+  end_rows(scope, domain, WaitPhase::kPullDone, shared.rings);
 }
 
 inline void check(const RailDomain& domain, const CombineArgs& args) {
@@ -84,8 +80,9 @@ void launch_combine(const RailDomain& domain, const Network& network, const Comb
       layout::RailRow(static_cast<std::size_t>(params.row_bytes), 0, 0, 4 * static_cast<std::size_t>(args.topk), 0);
   check_row(domain, params.rail_row.stride);
   with_type(args.type, [&](auto number) {
-    launch(combine_kernel<Network, decltype(number)>, num_blocks(domain, args.routes.num_sms), RailTuning::kWarps,
-           sizeof(CombineShared), stream, false, "launch of combine between nodes", domain, network, params);
+    launch(combine_kernel<Network, decltype(number)>, num_blocks(domain, args.routes.num_sms, RailTuning::kSumWarps),
+           RailTuning::kSumWarps, sizeof(CombineShared), stream, false, "launch of combine between nodes", domain,
+           network, params);
   });
 }
 

@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/internode/ring.cuh"
-#include "kernels/internode/tuning.hpp"
+#include "kernels/internode/copy.cuh"
 #include "kernels/protocol/bytes.cuh"
 #include "kernels/protocol/call.cuh"
 #include "kernels/tuning.hpp"
@@ -19,6 +18,7 @@ struct DispatchParams {
   DispatchArgs args;
   layout::RowFormat format;
   layout::RailRow rail_row;
+  bool copy_engine;
 };
 
 // Where one rank of this node takes rows.
@@ -105,22 +105,6 @@ __device__ __forceinline__ std::int64_t first_index(const RailDomain& domain, co
   return src == 0 ? 0 : rows_up_to(domain, routes, src - 1, local);
 }
 
-// The whole warp: a row once from memory, to each of the destinations.
-__device__ __forceinline__ void copy_row(const char* row, std::int64_t bytes, char* const* destinations, int count) {
-  constexpr int kBatch = RailTuning::kVectorsInFlight, kStep = 32 * 16;
-  for (std::int64_t first = lane_id() * 16; first < bytes; first += kBatch * kStep) {
-    uint4 vectors[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (first + i * kStep < bytes) vectors[i] = ptx::ld_weak_16(row + first + i * kStep);
-    for (int d = 0; d < count; ++d) {
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (first + i * kStep < bytes) ptx::st_weak_16(destinations[d] + first + i * kStep, vectors[i]);
-    }
-  }
-}
-
 // The whole warp: what goes with a row, at its final index.
 __device__ __forceinline__ void store_words(const DispatchParams& params, const Target& target, const RowView& row,
                                             std::int64_t at) {
@@ -180,14 +164,12 @@ __device__ __forceinline__ int list_addresses(T** list, int first, int count, Ad
 // D1 to D4: one token. False: the block must leave.
 template <typename Network>
 __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
-                           const DispatchParams& params, const Target* targets, std::int64_t token, WarpLists& lists) {
+                           const DispatchParams& params, const Target* targets, const RingCalls& rings,
+                           std::int64_t token, WarpLists& lists, RowCopier& copier) {
   const Routes& routes = params.args.routes;
   const int own = domain.rank();
   const std::int32_t* position = routes.position + token * routes.position_stride;
   const std::int32_t* node_position = routes.node_position + token * routes.node_stride;
-  const auto ring_of = [&](int node) {
-    return ring_call(domain, domain.state().sent, node, routes.rows_out[node], params.rail_row.stride);
-  };
   const RowView row(params.args, token);
   int count = list_addresses(lists.destination, 0, domain.num_local_ranks(), [&](int local) -> char* {
     const std::int32_t at = position[domain.rank_at(domain.own_node, local)];
@@ -199,7 +181,7 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   count = list_addresses(lists.destination, count, domain.num_nodes, [&](int node) -> char* {
     const std::int32_t at = node_position[node];
     if (at < 0) return nullptr;
-    const RailCall call = ring_of(node);
+    const RailCall& call = rings.out[node];
     const RailPlace place = call.place(domain.rail.shape(), at);
     ok = has_credit(domain, network, node, place) ||
          wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
@@ -208,16 +190,23 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
   });
   if (!__all_sync(0xffffffffu, ok)) return false;
   __syncwarp();
-  copy_row(row.x, params.format.row_bytes, lists.destination, count);
-  for (int local = 0; local < domain.num_local_ranks(); ++local)
-    if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
+  const auto words = [&] {
+    for (int local = 0; local < domain.num_local_ranks(); ++local)
+      if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
+    for (int node = 0; node < domain.num_nodes; ++node) {
+      const std::int32_t at = node_position[node];
+      if (at < 0) continue;
+      const RailCall& call = rings.out[node];
+      const RailPlace place = call.place(domain.rail.shape(), at);
+      pack_words(params, domain, node, row_out(domain, network, node, call, place), row, position);
+    }
+  };
+  if (!copier.copy(scope, row.x, params.format.row_bytes, lists.destination, count, words)) return false;
   for (int node = 0; node < domain.num_nodes; ++node) {
     const std::int32_t at = node_position[node];
     if (at < 0) continue;
-    const RailCall call = ring_of(node);
-    const RailPlace place = call.place(domain.rail.shape(), at);
-    pack_words(params, domain, node, row_out(domain, network, node, call, place), row, position);
-    row_is_filled(domain, network, node, call, place);
+    const RailCall& call = rings.out[node];
+    row_is_filled(domain, network, node, call, call.place(domain.rail.shape(), at));
   }
   __syncwarp();  // the lists are free
   return true;
@@ -226,11 +215,11 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
 // D5 to D7: one row of a ring. False: the block must leave.
 template <typename Network>
 __device__ bool forward_row(const WaitScope& scope, const RailDomain& domain, const Network& network,
-                            const DispatchParams& params, const Target* targets, int node, std::int64_t number,
-                            WarpLists& lists) {
+                            const DispatchParams& params, const Target* targets, const RingCalls& rings, int node,
+                            std::int64_t number, WarpLists& lists, RowCopier& copier) {
   const Routes& routes = params.args.routes;
   const int src = domain.peer(node), num_local_ranks = domain.num_local_ranks();
-  const RailCall call = ring_call(domain, domain.state().received, node, rows_in(routes, node), params.rail_row.stride);
+  const RailCall& call = rings.in[node];
   const RailPlace place = call.place(domain.rail.shape(), number);
   bool there = true;
   if (lane_id() == 0)
@@ -251,9 +240,11 @@ __device__ bool forward_row(const WaitScope& scope, const RailDomain& domain, co
     return index < 0 ? nullptr : targets[local].x + index * params.format.row_bytes;
   });
   __syncwarp();
-  copy_row(row.x, params.format.row_bytes, lists.destination, count);
-  for (int local = 0; local < num_local_ranks; ++local)
-    if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
+  const auto words = [&] {
+    for (int local = 0; local < num_local_ranks; ++local)
+      if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
+  };
+  if (!copier.copy(scope, row.x, params.format.row_bytes, lists.destination, count, words)) return false;
   row_is_read(domain, network, node, place);
   return true;
 }

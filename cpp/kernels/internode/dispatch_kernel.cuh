@@ -8,52 +8,53 @@
 
 namespace deep_moe::kernels::internode {
 
-// Dynamic shared memory.
+// Dynamic shared memory; with the copy engine the warps' stages follow.
 struct DispatchShared {
-  WarpLists lists[RailTuning::kWarps];
+  WarpLists lists[RailTuning::kCopyWarps];
   Target targets[layout::kMaxKernelRanks];
+  RingCalls rings;
 };
+inline constexpr std::size_t kStagesAt = (sizeof(DispatchShared) + 127) / 128 * 128;
+inline constexpr std::size_t kStagesEnd = kStagesAt + sizeof(CopyStages) * RailTuning::kCopyWarps;
 
 template <typename Network>
-__global__ void __launch_bounds__(32 * RailTuning::kWarps, 1)
+__global__ void __launch_bounds__(32 * RailTuning::kCopyWarps, 1)
     dispatch_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
                     const __grid_constant__ DispatchParams params) {
-  extern __shared__ __align__(16) char dynamic_shared[];
+  extern __shared__ __align__(128) char dynamic_shared[];
   DispatchShared& shared = *reinterpret_cast<DispatchShared*>(dynamic_shared);
   const Routes& routes = params.args.routes;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const WaitScope scope{domain.node,
                         ptx::ld_relaxed_gpu(&domain.node.words.state(domain.node.workspaces[domain.node.rank]).epoch)};
   if (!rows_may_move(scope)) return;
+  if (params.args.send_nvl_index != nullptr && routes.rows_in_prefix[domain.num_nodes - 1] > params.args.map_rows)
+    return;
   bool ok = thread >= domain.num_local_ranks() || aim(scope, domain, params, thread, shared.targets + thread);
+  find_ring_calls(
+      domain, params.rail_row.stride, [&](int node) { return routes.rows_out[node]; },
+      [&](int node) { return rows_in(routes, node); }, shared.rings);
   if (!__syncthreads_and(ok)) return;
 
-  const auto call_in = [&](int node) {
-    return ring_call(domain, domain.state().received, node, rows_in(routes, node), params.rail_row.stride);
-  };
   WarpLists& lists = shared.lists[warp];
+  RowCopier copier(params.copy_engine ? reinterpret_cast<CopyStages*>(dynamic_shared + kStagesAt) + warp : nullptr);
   if (warp % 2 == 0) {
-    for (std::int64_t token; ok && (token = next_token(domain)) < params.args.num_tokens;)
-      ok = send_token(scope, domain, network, params, shared.targets, token, lists);
+    Tokens tokens(domain, params.args.num_tokens);
+    for (std::int64_t token; ok && tokens.next(&token);)
+      ok = send_token(scope, domain, network, params, shared.targets, shared.rings, token, lists, copier);
   } else {
-    RingRows rows(domain, ring_warp());
-    const auto num_rows = [&](int node) { return rows_in(routes, node); };
+    RingRows rows(domain, ring_warp(), shared.rings.in);
     std::int64_t row;
-    for (int node; ok && rows.next(num_rows, &node, &row);)
-      ok = forward_row(scope, domain, network, params, shared.targets, node, row, lists);
+    for (int node; ok && rows.next(&node, &row);)
+      ok = forward_row(scope, domain, network, params, shared.targets, shared.rings, node, row, lists, copier);
   }
   fill_tail(params, shared.targets[domain.node.rank]);
   if (!__syncthreads_and(ok)) return;
-  end_rows(
-      scope, domain, WaitPhase::kRowsDone,
-      [&](int node) {
-        return ring_call(domain, domain.state().sent, node, routes.rows_out[node], params.rail_row.stride).num_chunks();
-      },
-      [&](int node) { return call_in(node).num_chunks(); });
+  end_rows(scope, domain, WaitPhase::kRowsDone, shared.rings);
 }
 
 inline DispatchParams derive(const RailDomain& domain, const DispatchArgs& args) {
-  DispatchParams params{args, {}, {}};
+  DispatchParams params{args, {}, {}, has_copy_engine()};
   params.format.row_bytes = args.row_bytes;
   params.format.scale_bytes = args.scales.num_items * args.scales.item_bytes;
   params.format.topk = args.ids.topk;
@@ -82,13 +83,14 @@ void launch_dispatch(const RailDomain& domain, const Network& network, const Dis
   check(domain, args);
   const DispatchParams params = derive(domain, args);
   check_row(domain, params.rail_row.stride);
-  launch(dispatch_kernel<Network>, num_blocks(domain, args.routes.num_sms), RailTuning::kWarps, sizeof(DispatchShared),
-         stream, false, "launch of dispatch between nodes", domain, network, params);
+  launch(dispatch_kernel<Network>, num_blocks(domain, args.routes.num_sms, RailTuning::kCopyWarps),
+         RailTuning::kCopyWarps, params.copy_engine ? kStagesEnd : sizeof(DispatchShared), stream, false,
+         "launch of dispatch between nodes", domain, network, params);
 }
 
 template <typename Network>
 void load_dispatch() {
-  load_kernel(dispatch_kernel<Network>, static_cast<int>(sizeof(DispatchShared)));
+  load_kernel(dispatch_kernel<Network>, static_cast<int>(has_copy_engine() ? kStagesEnd : sizeof(DispatchShared)));
 }
 
 }  // namespace deep_moe::kernels::internode

@@ -28,9 +28,9 @@ inline std::uint64_t ranks_of(const RailDomain& domain, int node) {
 }
 
 // Blocks of a row call: every ring has a warp.
-inline int num_blocks(const RailDomain& domain, int num_sms) {
-  constexpr int kRingWarps = RailTuning::kWarps / 2;
-  return std::max(num_sms, (domain.num_nodes - 1 + kRingWarps - 1) / kRingWarps);
+inline int num_blocks(const RailDomain& domain, int num_sms, int num_warps) {
+  const int ring_warps = num_warps / 2;
+  return std::max(num_sms, (domain.num_nodes - 1 + ring_warps - 1) / ring_warps);
 }
 
 inline void check_row(const RailDomain& domain, std::size_t stride) {

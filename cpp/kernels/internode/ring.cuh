@@ -26,6 +26,21 @@ __device__ __forceinline__ std::int64_t rows_in(const Routes& routes, int node) 
   return routes.rows_in_prefix[node] - (node > 0 ? routes.rows_in_prefix[node - 1] : 0);
 }
 
+// The rings' part of one call, by node: in shared memory, for every row asks for it.
+struct RingCalls {
+  RailCall out[layout::kMaxNodes], in[layout::kMaxNodes];
+};
+// All threads; before a barrier. `rows_out(node)` and `rows_in(node)` of the call.
+template <typename RowsOut, typename RowsIn>
+__device__ __forceinline__ void find_ring_calls(const RailDomain& domain, std::size_t stride, RowsOut rows_out,
+                                                RowsIn rows_in, RingCalls& calls) {
+  const int node = static_cast<int>(threadIdx.x);
+  if (node >= domain.num_nodes) return;
+  const bool own = node == domain.own_node;
+  calls.out[node] = ring_call(domain, domain.state().sent, node, own ? 0 : rows_out(node), stride);
+  calls.in[node] = ring_call(domain, domain.state().received, node, own ? 0 : rows_in(node), stride);
+}
+
 // Whether chunk `number` may be written to its slot: what was there before has been read at the other end.
 template <typename Network>
 __device__ __forceinline__ bool has_credit(const RailDomain& domain, const Network& network, int node,
@@ -95,29 +110,33 @@ __device__ __forceinline__ void give_credit(const RailDomain& domain, const Netw
 }
 
 // The whole warp, when it is through with a row of a chunk that several warps share; `count` is the slot's. True for
-// the warp that is last, which is behind all others; the count is zero again.
+// the warp that is last; the count is zero again. A fence in front, and one in the last warp behind, put that behind
+// all.
 __device__ __forceinline__ bool counts_last(std::uint64_t* count, const RailPlace& place) {
-  __syncwarp();
   bool last = false;
   if (lane_id() == 0) {
-    ptx::fence_acq_rel_sys();
-    last = ptx::atom_add_acq_rel_gpu(count, 1) + 1 == static_cast<std::uint64_t>(place.num_rows);
+    last = ptx::atom_add_relaxed_gpu(count, 1) + 1 == static_cast<std::uint64_t>(place.num_rows);
     if (last) ptx::st_relaxed_gpu(count, 0);
   }
-  last = from_first_lane(last);
-  __syncwarp();
-  return last;
+  return from_first_lane(last);
 }
 // A row has been written to where it goes: with the last one of a chunk, that leaves.
 template <typename Network>
 __device__ __forceinline__ void row_is_filled(const RailDomain& domain, const Network& network, int node,
                                               const RailCall& call, const RailPlace& place) {
-  if (counts_last(&domain.state().filled[node][place.slot], place)) put_chunk(domain, network, node, call, place);
+  __syncwarp();
+  if (lane_id() == 0) ptx::fence_acq_rel_sys();
+  if (!counts_last(&domain.state().filled[node][place.slot], place)) return;
+  ptx::fence_acq_rel_sys();
+  __syncwarp();
+  put_chunk(domain, network, node, call, place);
 }
 // A row that has come has been read: with the last one of a chunk, its slot goes back.
 template <typename Network>
 __device__ __forceinline__ void row_is_read(const RailDomain& domain, const Network& network, int node,
                                             const RailPlace& place) {
+  __syncwarp();
+  if (lane_id() == 0) ptx::fence_acq_rel_gpu();
   if (counts_last(&domain.state().read[node][place.slot], place) && lane_id() == 0)
     give_credit(domain, network, node, place);
 }
@@ -127,24 +146,25 @@ __device__ __forceinline__ void row_is_read(const RailDomain& domain, const Netw
 // does.
 class RingRows {
  public:
-  // `warp` of all `num_warps` of the grid that serve rings: at least as many as there are rings.
-  __device__ RingRows(const RailDomain& domain, int warp) : domain_(domain), first_(warp % (domain.num_nodes - 1)) {}
+  // `warp` of those of the grid that serve rings, at least as many as there are rings; `calls` by node.
+  __device__ RingRows(const RailDomain& domain, int warp, const RailCall* calls)
+      : domain_(domain), calls_(calls), first_(warp % (domain.num_nodes - 1)) {}
 
-  // The next one; `num_rows(node)`. False: there are no more.
-  template <typename NumRows>
-  __device__ bool next(NumRows num_rows, int* node, std::int64_t* row) {
+  // The next one. False: there are no more.
+  __device__ bool next(int* node, std::int64_t* row) {
     for (; turn_ < domain_.num_nodes - 1; ++turn_) {
       *node = (domain_.own_node + 1 + (first_ + turn_) % (domain_.num_nodes - 1)) % domain_.num_nodes;
       std::uint64_t taken = 0;
       if (lane_id() == 0) taken = ptx::atom_add_relaxed_gpu(&domain_.state().taken[*node], 1);
       *row = static_cast<std::int64_t>(__shfl_sync(0xffffffffu, taken, 0));
-      if (*row < num_rows(*node)) return true;
+      if (*row < calls_[*node].num_rows) return true;
     }
     return false;
   }
 
  private:
   const RailDomain& domain_;
+  const RailCall* calls_;
   const int first_;
   int turn_ = 0;
 };

@@ -3,10 +3,14 @@
 
 namespace deep_moe::kernels::internode {
 
+// Every other warp of a block serves the rings.
 struct RailTuning {
-  static constexpr int kWarps = 16;           // of a block that moves rows; every other one serves the rings
-  static constexpr int kVectorsInFlight = 7;  // 16-byte loads of a lane that copies; a row of 14,336 bytes is 4 * 7
-  static constexpr int kSumsInFlight = 4;     // of one that sums
+  static constexpr int kCopyWarps = 14;       // of a block of dispatch
+  static constexpr int kPieceBytes = 7168;    // of a row, moved as one by the copy engine
+  static constexpr int kPieces = 2;           // of a warp in shared memory
+  static constexpr int kVectorsInFlight = 7;  // 16-byte loads of a lane without it
+  static constexpr int kSumWarps = 24;        // of a block of combine
+  static constexpr int kSumsInFlight = 3;     // 16-byte loads of a lane, of each row
 };
 
 }  // namespace deep_moe::kernels::internode

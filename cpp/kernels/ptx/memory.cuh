@@ -112,6 +112,7 @@ __device__ __forceinline__ std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* ad
 // So that what `value` was made of is not left out.
 __device__ __forceinline__ void keep(std::uint32_t value) { asm volatile("" ::"r"(value)); }
 
+__device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // 16 bytes that nobody writes while the kernel runs, past the L1 cache. Not volatile: these may be moved and batched,

@@ -20,7 +20,7 @@ void clear_error(const DeviceDomain& domain, char* host, Stream, bool failures) 
 namespace internode {
 
 alignas(16) thread_local std::uint32_t expert_counts[layout::kMaxExperts];
-alignas(16) thread_local char dynamic_shared[1 << 17];
+alignas(128) thread_local char dynamic_shared[1 << 17];
 
 }  // namespace internode
 }  // namespace deep_moe::kernels

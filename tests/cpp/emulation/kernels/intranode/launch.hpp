@@ -30,6 +30,7 @@ void with_id_type(int id_bytes, Body body) {
   if (id_bytes == 8) return body(std::int64_t{});
   throw ArgumentError("ids.id_bytes is " + std::to_string(id_bytes));
 }
+inline bool has_copy_engine() { return false; }
 template <typename Kernel>
 void load_kernel(Kernel*, int) {}
 

@@ -58,6 +58,7 @@ inline std::uint32_t atom_exch_relaxed_gpu(std::uint32_t* address, std::uint32_t
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
 inline void keep(std::uint32_t) {}
+inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 inline uint4 ld_weak_16(const void* address) { return *static_cast<const uint4*>(address); }
