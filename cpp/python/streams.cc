@@ -17,6 +17,7 @@ struct OfThisThread {
 };
 
 thread_local OfThisThread in_call;
+thread_local OfThisThread last_answer;  // torch's
 
 // Not in the Limited API, though every interpreter has it.
 bool holds_gil() noexcept {
@@ -36,6 +37,7 @@ void* ask_torch(int device) noexcept {
   void* stream = answer != nullptr ? PyLong_AsVoidPtr(answer) : nullptr;
   Py_XDECREF(answer);
   if (stream == nullptr) PyErr_Clear();
+  last_answer = {device, stream};
   return stream;
 }
 
@@ -49,7 +51,8 @@ CallStream::~CallStream() { in_call = {outer_device_, outer_stream_}; }
 
 void* current_stream(int device) noexcept {
   if (in_call.device == device) return in_call.stream;
-  if (interpreter_is_ending() || !holds_gil()) return nullptr;
+  if (interpreter_is_ending()) return nullptr;
+  if (!holds_gil()) return last_answer.device == device ? last_answer.stream : nullptr;
   // A tensor may die while an exception is on its way.
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);

@@ -23,7 +23,8 @@ class CallStream {
 
 // The calling thread's current stream of the device, a cudaStream_t. Never waits for the GIL, so it may be called on
 // any thread and under any lock: in a call it is the CallStream's; else torch is asked if this thread happens to hold
-// the GIL (tensors mostly die there); else, and once the interpreter is ending, it is the default stream.
+// the GIL; else it is what torch last said to this thread, in its last call (torch lets go of the GIL before a tensor
+// dies); else, and once the interpreter is ending, it is the default stream.
 void* current_stream(int device) noexcept;
 
 // Hands over what tells torch's current stream: a function from the device's ordinal to an int, or None. Borrowed for
