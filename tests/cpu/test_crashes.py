@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import time
 from typing import Any
@@ -127,14 +128,24 @@ def changed(tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> list[int]:
 
 
 def check_survival(outcomes: list[Outcome], program: Program) -> None:
-    """Rank 2 was stopped: the others say so, no tensor has changed, and all ran the program then."""
+    """Rank 2 was stopped: who waits for it says so, no tensor has changed, and all ran the program then.
+
+    Who is a call ahead of another one that waits for it may be the first to give up, and names that one.
+    """
+    waited = []
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome}"
         tried, damage, _ = outcome.value
         assert not damage, f"rank {rank}: tensors {damage} were changed by the rank that woke"
         tried.must_be(deep_moe.Error)
         if rank != 2:
-            tried.must_be(deep_moe.DeepMoeTimeoutError, r"rank 2\b")
+            tried.must_be(deep_moe.DeepMoeTimeoutError)
+            waited.append(rank)
+    errors = [str(outcomes[rank].value[0].error) for rank in waited]
+    by_name = [rank for rank, text in zip(waited, errors, strict=True) if re.search(r"rank 2\b", text)]
+    assert by_name, errors
+    for text in errors:
+        assert re.search(rf"rank ({'|'.join(map(str, [2, *by_name]))})\b", text), errors
     check(program, [outcome.value[2] for outcome in outcomes])
 
 
