@@ -4,7 +4,6 @@
 #include <limits>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include <deep_moe/error.hpp>
 
@@ -16,26 +15,31 @@ namespace nb = nanobind;
 namespace deep_moe::python {
 namespace {
 
-// Tensors of a handle; between nodes and of expert-major rows it has more, before meta.
-constexpr std::size_t kMoreItems = 3;
+// A handle between nodes, and one of expert-major rows, has so many tensors more each, before meta.
+constexpr int kHandleItems = 5, kMoreItems = 3;
 
 DispatchHandle handle_of(const BufferObject& self, nb::handle handle) {
   DispatchHandle out;
-  std::vector<TensorView*> views{&out.rank_prefix_matrix, &out.recv_src_idx, &out.is_token_in_rank, &out.send_index};
-  std::vector<const char*> names{"handle.rank_prefix_matrix", "handle.recv_src_idx", "handle.is_token_in_rank",
-                                 "handle.send_index"};
-  const auto add = [&](std::initializer_list<TensorView*> more, std::initializer_list<const char*> called) {
-    views.insert(views.end(), more);
-    names.insert(names.end(), called);
-  };
-  if (self.buffer().num_nodes() > 1)
-    add({&out.send_rdma_index, &out.recv_rdma_rank_prefix_sum, &out.send_nvl_index},
-        {"handle.send_rdma_index", "handle.recv_rdma_rank_prefix_sum", "handle.send_nvl_index"});
-  if (is_pair(handle) && nb::len(handle) == views.size() + 1 + kMoreItems)
-    add({&out.expert_offsets, &out.expert_counts, &out.expert_rows},
-        {"handle.expert_offsets", "handle.expert_counts", "handle.expert_rows"});
-  add({&out.meta}, {"handle.meta"});
-  self.handle_items(handle, names.data(), static_cast<int>(views.size()), views.data());
+  TensorView* views[kHandleItems + 2 * kMoreItems];
+  const char* names[kHandleItems + 2 * kMoreItems];
+  int count = 0;
+  const auto add = [&](const char* name, TensorView* view) { names[count] = name, views[count++] = view; };
+  add("handle.rank_prefix_matrix", &out.rank_prefix_matrix);
+  add("handle.recv_src_idx", &out.recv_src_idx);
+  add("handle.is_token_in_rank", &out.is_token_in_rank);
+  add("handle.send_index", &out.send_index);
+  if (self.buffer().num_nodes() > 1) {
+    add("handle.send_rdma_index", &out.send_rdma_index);
+    add("handle.recv_rdma_rank_prefix_sum", &out.recv_rdma_rank_prefix_sum);
+    add("handle.send_nvl_index", &out.send_nvl_index);
+  }
+  if (is_pair(handle) && nb::len(handle) == static_cast<std::size_t>(count + 1 + kMoreItems)) {
+    add("handle.expert_offsets", &out.expert_offsets);
+    add("handle.expert_counts", &out.expert_counts);
+    add("handle.expert_rows", &out.expert_rows);
+  }
+  add("handle.meta", &out.meta);
+  self.handle_items(handle, names, count, views);
   return out;
 }
 
