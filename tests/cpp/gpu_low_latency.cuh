@@ -391,4 +391,27 @@ class LowCall {
   std::vector<char> host_scales_;
 };
 
+// Dispatch and combine of all ranks, `times` on the same staging. They meet before each: nobody copies from ordinary
+// memory, which may wait for all kernels, once another rank waits for its call.
+inline void check_pair(LowRanks& ranks, const LowShape& shape, const LowMode& mode, int times = 1) {
+  LowModel model(shape);
+  Meeting together(shape.num_ranks);
+  run(shape.num_ranks, [&](int r) {
+    const Meeting::Leave leave{together};
+    for (int i = 0; i < times; ++i) {
+      ranks.clear(r);
+      LowCall call(ranks, model, r, mode);
+      together.wait();
+      call.dispatch();
+      call.check_dispatch();
+      if (mode.halves) call.restore_inputs();
+      call.make_outputs();
+      together.wait();
+      call.combine();
+      call.check_combine();
+      together.wait();
+    }
+  });
+}
+
 }  // namespace deep_moe::test

@@ -10,23 +10,6 @@ namespace {
 
 constexpr std::int64_t kMiB = 1 << 20;
 
-void check_pair(LowRanks& ranks, const LowShape& shape, const LowMode& mode) {
-  LowModel model(shape);
-  Meeting together(shape.num_ranks);
-  run(shape.num_ranks, [&](int r) {
-    const Meeting::Leave leave{together};
-    ranks.clear(r);
-    LowCall call(ranks, model, r, mode);
-    together.wait();
-    call.dispatch();
-    call.check_dispatch();
-    if (mode.halves) call.restore_inputs();
-    call.make_outputs();
-    call.combine();
-    call.check_combine();
-  });
-}
-
 // A lane's codes, as they come out of a unit, and its numbers again.
 struct LaneResult {
   kernels::LogfmtCodes codes;
@@ -174,7 +157,7 @@ TEST_CASE("low latency, logarithms: ranks, halves, weights, types" * doctest::sk
 }
 
 TEST_CASE("low latency, logarithms: widths, many experts a token, gaps, few blocks" * doctest::skip(no_gpu())) {
-  LowRanks ranks(2, 16 * kMiB, 256 * kMiB);
+  LowRanks ranks(2, 16 * kMiB, 512 * kMiB);
   struct Case {
     std::int64_t hidden, experts, topk, max_tokens;
     DType dtype;

@@ -11,25 +11,6 @@ constexpr std::int64_t kMiB = 1 << 20;
 
 int blocks_for(int num_ranks) { return std::min(33, 128 / ranks_a_gpu(num_ranks)); }
 
-// Dispatch, combine, and all of it again on the same staging.
-void check_pair(LowRanks& ranks, const LowShape& shape, const LowMode& mode) {
-  LowModel model(shape);
-  Meeting together(shape.num_ranks);
-  run(shape.num_ranks, [&](int r) {
-    const Meeting::Leave leave{together};
-    ranks.clear(r);
-    LowCall call(ranks, model, r, mode);
-    together.wait();
-    call.dispatch();
-    call.check_dispatch();
-    if (mode.halves) call.restore_inputs();
-    call.make_outputs();
-    together.wait();
-    call.combine();
-    call.check_combine();
-  });
-}
-
 std::vector<std::int64_t> tokens(int num_ranks, std::int64_t most) {
   std::vector<std::int64_t> count;
   for (int r = 0; r < num_ranks; ++r) count.push_back(r % 3 == 1 ? most / 3 : most - r);

@@ -11,8 +11,7 @@ namespace deep_moe::kernels {
 
 // In shared memory: the first wait of a block that has failed, to be reported when the block leaves.
 struct WaitFailure {
-  std::uint32_t claimed;  // 0 at the start of the launch
-  std::uint32_t thread;   // whose wait it was
+  std::uint32_t claimed;  // 0 at the start of the launch; then one more than the thread whose wait it was
   layout::KernelErrorKind kind;
   layout::WaitPhase phase;
   int peer;
@@ -136,8 +135,7 @@ __device__ __forceinline__ bool wait_in_line(const WaitScope& scope, layout::Wai
   }
   if (mask_rank(scope.domain, scope.masked, peer)) return true;
   ptx::st_relaxed_gpu(&scope.state().failed, 1u);
-  if (atomicExch(&scope.failure->claimed, 1u) == 0) {
-    scope.failure->thread = threadIdx.x;
+  if (atomicCAS(&scope.failure->claimed, 0u, threadIdx.x + 1) == 0) {
     scope.failure->kind = lost ? layout::KernelErrorKind::kPeerLost : layout::KernelErrorKind::kTimeout;
     scope.failure->phase = phase;
     scope.failure->peer = peer;
@@ -149,8 +147,8 @@ __device__ __forceinline__ bool wait_in_line(const WaitScope& scope, layout::Wai
 
 // Every thread that has waited in line and leaves for a wait that has failed.
 static __device__ __noinline__ void report_failure(const DeviceDomain& domain, std::uint64_t epoch,
-                                                   const WaitFailure& failure) {
-  if (failure.claimed == 0 || failure.thread != threadIdx.x) return;
+                                                   WaitFailure& failure) {
+  if (atomicOr(&failure.claimed, 0u) != threadIdx.x + 1) return;  // the rest is what this thread has written
   report_error(WaitScope{domain, epoch}, failure.kind, failure.phase, failure.peer, failure.expected, failure.seen,
                [](layout::ErrorRecord&) {});
 }

@@ -21,8 +21,9 @@ from .inputs import Inputs
 from .options import BenchOptions
 
 GEMM = (8192, 8192, 2048)  # rows, columns, inner
-GEMM_SAMPLES = 11
+GEMM_SAMPLES = 41
 OVERLAP_REPEATS = 8  # the dispatch has this many times the run's tokens, to outlast the GEMM
+SOLO_REPEATS = 12  # of one to the rank itself, which stores rows once
 HOLD_NS = 6_000_000
 HOLD_STARTS_SECONDS = 200e-6
 PAIRS = 200
@@ -64,7 +65,7 @@ class Overlap:
         world.phase("time a GEMM beside a dispatch")
         world.quiet()
         if world.rank == 0:
-            rows = OVERLAP_REPEATS * self._options.tokens * (self._options.row_bytes + 1024)
+            rows = SOLO_REPEATS * self._options.tokens * (self._options.row_bytes + 1024)
             with solo_buffer(world, 2 * rows) as solo:
                 entries.append(self._entry(solo, 1, self._wait_alone))
         world.quiet()
@@ -77,8 +78,9 @@ class Overlap:
 
     def _entry(self, buffer: Buffer, ranks: int, at_rest: Callable[[], None]) -> dict[str, Any]:
         # torch notes that the Buffer's stream uses them; so they end with this function, before the Buffer.
-        x = self._inputs.x.repeat(OVERLAP_REPEATS, 1)
-        topk_idx = self._inputs.topk_idx.repeat(OVERLAP_REPEATS, 1)
+        repeats = SOLO_REPEATS if ranks == 1 else OVERLAP_REPEATS
+        x = self._inputs.x.repeat(repeats, 1)
+        topk_idx = self._inputs.topk_idx.repeat(repeats, 1)
         samples: dict[str, list[float]] = {"alone": [], "hold": [], "dispatch": []}
         covered = True
 
@@ -110,8 +112,8 @@ class Overlap:
         if beside == "hold":
             _C.bench_hold(world.device.index, OVERLAP_SMS, ranks, HOLD_NS, world.side.cuda_stream)
             over.record(world.side)
-            time.sleep(HOLD_STARTS_SECONDS)
-        elif beside == "dispatch":
+        time.sleep(HOLD_STARTS_SECONDS)  # as long before each GEMM
+        if beside == "dispatch":
             kept = dispatch()
             over.record(buffer.get_comm_stream())
         if world.rank == 0:

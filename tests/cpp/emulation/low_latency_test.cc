@@ -9,27 +9,6 @@ namespace {
 
 constexpr std::int64_t kMiB = 1 << 20;
 
-// Dispatch, combine, and all of it again on the same staging.
-void check_pair(LowRanks& ranks, const LowShape& shape, const LowMode& mode, int times = 1) {
-  LowModel model(shape);
-  Meeting together(shape.num_ranks);
-  run(shape.num_ranks, [&](int r) {
-    const Meeting::Leave leave{together};
-    for (int i = 0; i < times; ++i) {
-      ranks.clear(r);
-      LowCall call(ranks, model, r, mode);
-      together.wait();
-      call.dispatch();
-      call.check_dispatch();
-      if (mode.halves) call.restore_inputs();
-      call.make_outputs();
-      call.combine();
-      call.check_combine();
-      together.wait();
-    }
-  });
-}
-
 LowMode mode_of(bool halves, bool weights, int fp8, int num_blocks = 3) {
   LowMode mode;
   mode.halves = halves;
