@@ -19,7 +19,7 @@ template <typename Network, typename T>
 __global__ void __launch_bounds__(32 * RailTuning::kSumWarps, 1)
     combine_kernel(const __grid_constant__ RailDomain domain, const __grid_constant__ Network network,
                    const __grid_constant__ CombineParams params) {
-  extern __shared__ __align__(16) char dynamic_shared[];
+  extern __shared__ __align__(128) char dynamic_shared[];  // as dispatch has it: one file may have both
   CombineShared& shared = *reinterpret_cast<CombineShared*>(dynamic_shared);
   const CombineArgs& args = params.args;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
