@@ -12,9 +12,8 @@ fi
 use_venv test pipeline release
 if [ "$which" = slow ] && [ -z "${NVSHMEM_DIR:-}" ] && command -v nvcc >/dev/null; then
   major=$(nvcc --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-  [ -d "build/nvshmem-cu$major" ] ||
-    python -m pip install -q --no-deps --target "build/nvshmem-cu$major" "nvidia-nvshmem-cu$major>=3.4.5,<3.5"
-  export NVSHMEM_DIR=$REPO/build/nvshmem-cu$major/nvidia/nvshmem
+  NVSHMEM_DIR=$(PYTHON=python ci/nvshmem.sh "$major" "build/nvshmem-cu$major")
+  export NVSHMEM_DIR
 fi
 export DEEP_MOE_BUILD_TREE=$REPO/build/default DEEP_MOE_INSTALL_TREE=$REPO/build/install
 rm -rf "$DEEP_MOE_INSTALL_TREE"

@@ -7,6 +7,7 @@
 #   DEEP_MOE_WHEEL_CHECK     0 leaves out ci/check_wheel.py
 #   DEEP_MOE_TORCH           what the check installs for interpreters without torch (nothing: it loads the module alone)
 #   CUDA12_HOME, CUDA13_HOME toolkits; else nvcc on PATH or /usr/local/cuda-<major>*, else ci/cuda_toolkit.sh gets one
+#   NVSHMEM12_DIR, NVSHMEM13_DIR   NVSHMEM for the network plug-in; else ci/nvshmem.sh gets it
 #   CC, CXX                  compilers; else the system's where its glibc is no newer than 2.28, else those of
 #                            ci/manylinux_toolchain.sh
 #   SOURCE_DATE_EPOCH        time stamp of all files (that of the last commit)
@@ -71,27 +72,37 @@ find_nvcc() { # MAJOR
   echo "$work/cuda$1/bin/nvcc"
 }
 
+find_nvshmem() { # MAJOR
+  local given=NVSHMEM$1_DIR
+  if [ -n "${!given:-}" ]; then
+    echo "${!given}"
+  else
+    ci/nvshmem.sh "$1" "$work/nvshmem-cu$1"
+  fi
+}
+
 # ---- one variant: its tree, its library, then a module and a wheel for each Python version.
 build_variant() {
-  local variant=$1 base=$work/$1 version python started=$SECONDS cuda=OFF
+  local variant=$1 base=$work/$1 version python started=$SECONDS cuda=OFF nvshmem=
   say "$variant"
   rm -rf "$base"
   mkdir -p "$base/src" "$base/raw"
   { git ls-files --cached --others --exclude-standard -z 2>/dev/null || find . -path ./build -prune -o -type f -print0; } |
     while IFS= read -r -d '' file; do if [ -e "$file" ]; then printf '%s\0' "$file"; fi; done |
     tar -c --null -T - | tar -x -C "$base/src"
-  "$tools/python" ci/set_variant.py "$base/src" "$variant"
   unset CUDACXX
   if [ "$variant" != cpu ]; then
+    nvshmem=$(find_nvshmem "${variant#cu}")
     CUDACXX=$(find_nvcc "${variant#cu}")
     export CUDACXX
     cuda=ON
   fi
+  "$tools/python" ci/set_variant.py "$base/src" "$variant" ${nvshmem:+nvshmem}
   # Neither the place of the build nor that of the tools shows in what is built.
   local map="-ffile-prefix-map=$base/src=deep_moe -ffile-prefix-map=$work=build"
   export CFLAGS=$map CXXFLAGS=$map CUDAFLAGS="-Xcompiler=${map// /,}"
   PATH=$tools:$PATH cmake -S "$base/src" -B "$base/lib" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-    -DCMAKE_INSTALL_PREFIX="$base/prefix" -DDEEP_MOE_CUDA=$cuda -DDEEP_MOE_WERROR=OFF >"$base/configure.log" ||
+    -DCMAKE_INSTALL_PREFIX="$base/prefix" -DDEEP_MOE_CUDA=$cuda -DDEEP_MOE_NVSHMEM_DIR="$nvshmem" -DDEEP_MOE_WERROR=OFF >"$base/configure.log" ||
     { cat "$base/configure.log"; die "configuring $variant failed"; }
   tail -n 4 "$base/configure.log" | grep '^-- deep_moe'
   PATH=$tools:$PATH cmake --build "$base/lib" --parallel "$JOBS" >"$base/build.log" ||
