@@ -45,6 +45,9 @@ FILES = (
     "deep_moe/lib/cmake/deep_moe/deep_moeTargets.cmake",
 )
 PLUGIN = "deep_moe/libdeep_moe_nvshmem.so"
+# The network plug-in needs NVSHMEM's host library too, which lies beside the package where pip puts it.
+PLUGIN_NEEDED = re.compile(NEEDED.pattern + r"|libnvshmem_host\.so\.3")
+PLUGIN_RUNPATH = "$ORIGIN/../nvidia/nvshmem/lib"
 BENCH = (
     "bench --device cpu --ranks 2 --tokens 32 --ll-tokens 16 --hidden 256 --experts 8 --topk 2 "
     "--iters 2 --warmup 1"
@@ -132,6 +135,8 @@ def check_files(wheel: Wheel) -> list[str]:
         found.append(f"modules are {modules}, expected one _C.{suffix}*.so")
     if wheel.variant is not None and wheel.cuda != (wheel.variant != "cpu"):
         found.append(f"{wheel.name} is built {'with' if wheel.cuda else 'without'} CUDA")
+    if wheel.variant is not None and wheel.cuda and PLUGIN not in wheel.files:
+        found.append(f"{PLUGIN} is missing")
     if wheel.cuda != ("deep_moe/lib/deep_moe/libcudart_static.a" in wheel.files):
         found.append("libcudart_static.a is missing, or in a CPU wheel")
     found += [f"{name} does not belong into a wheel" for name in wheel.files if "__pycache__" in name]
@@ -161,7 +166,7 @@ def unpacked(wheel: Wheel, folder: Path, suffix: str) -> list[Path]:
 
 
 def check_needed(wheel: Wheel) -> list[str]:
-    """Shared libraries need the C and C++ runtimes alone."""
+    """Shared libraries need the C and C++ runtimes alone; the network plug-in NVSHMEM besides."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for library in unpacked(wheel, Path(folder), ".so"):
@@ -169,10 +174,14 @@ def check_needed(wheel: Wheel) -> list[str]:
                 ["readelf", "-dW", library], check=True, text=True, capture_output=True
             ).stdout
             needed = re.findall(r"\(NEEDED\).*\[(.+)\]", text)
-            bad = [name for name in needed if not NEEDED.fullmatch(name)]
+            is_plugin = library.name == Path(PLUGIN).name
+            allowed, runpaths = (PLUGIN_NEEDED, [PLUGIN_RUNPATH]) if is_plugin else (NEEDED, [])
+            bad = [name for name in needed if not allowed.fullmatch(name)]
             if bad or not needed:
                 found.append(f"{library.name} needs {bad or 'nothing'}")
-            found += [f"{library.name}: {path}" for path in re.findall(r"\((?:RPATH|RUNPATH)\).*", text)]
+            paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", text)
+            if paths != runpaths:
+                found.append(f"{library.name} looks into {paths}, expected {runpaths}")
     return found
 
 
@@ -214,13 +223,18 @@ def check_instructions(wheel: Wheel) -> list[str]:
     with_sm90 = {re.sub("-real$", "", one) for one in told["SM90_ARCHITECTURES"]} & code
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        (module,) = unpacked(wheel, Path(folder), ".so")
-        for file in (module, *unpacked(wheel, Path(folder), ".a")):
-            there = sass.architectures(file)
-            if there != (code, ptx):
-                found.append(f"{file.name} has code and PTX for {there}, told is {(code, ptx)}")
+        libraries = unpacked(wheel, Path(folder), ".so")
+        for file in (*libraries, *unpacked(wheel, Path(folder), ".a")):
+            there, wanted = sass.architectures(file), (code, ptx)
+            if file.name == Path(PLUGIN).name:
+                wanted = (code, set())  # code that is linked on the device has no PTX
+            if there != wanted:
+                found.append(f"{file.name} has code and PTX for {there}, told is {wanted}")
         if not found:  # the archive's objects are those of the module
-            found = sass.problems(module, with_sm90, code - with_sm90)
+            for file in libraries:
+                is_plugin = file.name == Path(PLUGIN).name  # whose launches are never early
+                used = sass.COPY_ENGINE if is_plugin else sass.SM90_ONLY
+                found += sass.problems(file, with_sm90, code - with_sm90, used)
     return found
 
 

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# In a manylinux image, before the wheels of DEEP_MOE_VARIANT are built: puts a CUDA toolkit where CMake looks for one.
+# In a manylinux image, before the wheels of DEEP_MOE_VARIANT are built: puts a CUDA toolkit where CMake looks for one,
+# and NVSHMEM where ci/release_wheels.sh says that it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-toolkit=/usr/local/cuda
+toolkit=/usr/local/cuda nvshmem=/usr/local/nvshmem
+PYTHON=${PYTHON:-/opt/python/cp312-cp312/bin/python}
+export PYTHON
 case ${DEEP_MOE_VARIANT:?cpu, cu12 or cu13} in
   cpu) exit 0 ;;
   cu12)
@@ -17,7 +20,8 @@ case ${DEEP_MOE_VARIANT:?cpu, cu12 or cu13} in
     dnf install -y -q cuda-minimal-build-12-9
     ln -sfn /usr/local/cuda-12.9 "$toolkit"
     ;;
-  cu13) PYTHON=${PYTHON:-/opt/python/cp312-cp312/bin/python} ci/cuda_toolkit.sh 13 "$toolkit" ;;
+  cu13) ci/cuda_toolkit.sh 13 "$toolkit" ;;
   *) echo "cibw_before_all.sh: DEEP_MOE_VARIANT is '$DEEP_MOE_VARIANT'; allowed: cpu, cu12, cu13" >&2; exit 1 ;;
 esac
+ci/nvshmem.sh "${DEEP_MOE_VARIANT#cu}" "$nvshmem"
 "$toolkit/bin/nvcc" --version

@@ -29,10 +29,13 @@ tree=build/cibuildwheel/$variant
 rm -rf "$tree"
 mkdir -p "$tree" build/wheelhouse
 git ls-files -z | tar -c --null -T - | tar -x -C "$tree"
-python ci/set_variant.py "$tree" "$variant"
+nvshmem=
+[ "$variant" = cpu ] || nvshmem=/usr/local/nvshmem/nvidia/nvshmem # where ci/cibw_before_all.sh puts it
+python ci/set_variant.py "$tree" "$variant" ${nvshmem:+nvshmem}
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 export SOURCE_DATE_EPOCH DEEP_MOE_VARIANT=$variant CIBW_CONTAINER_ENGINE=$engine
-CIBW_CONFIG_SETTINGS=cmake.define.DEEP_MOE_CUDA=$([ "$variant" = cpu ] && echo OFF || echo ON)
+CIBW_CONFIG_SETTINGS="cmake.define.DEEP_MOE_CUDA=$([ "$variant" = cpu ] && echo OFF || echo ON)"
+[ -z "$nvshmem" ] || CIBW_CONFIG_SETTINGS+=" cmake.define.DEEP_MOE_NVSHMEM_DIR=$nvshmem"
 export CIBW_CONFIG_SETTINGS
 if [ -n "${DEEP_MOE_WHEEL_PYTHONS:-}" ]; then
   CIBW_BUILD=$(for version in $DEEP_MOE_WHEEL_PYTHONS; do printf 'cp%s-* ' "${version/./}"; done)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 # What came with sm_90: the bulk copy engine (UBLKCP copies, UTMACMDFLUSH ends a group), its barriers (SYNCS),
 # early launches (PREEXIT lets the next kernel start, ACQBULK waits for the one in front).
-SM90_ONLY = ("UBLKCP", "UTMACMDFLUSH", "SYNCS", "PREEXIT", "ACQBULK")
+COPY_ENGINE = ("UBLKCP", "UTMACMDFLUSH", "SYNCS")
+SM90_ONLY = (*COPY_ENGINE, "PREEXIT", "ACQBULK")
 
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 

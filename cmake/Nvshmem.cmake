@@ -1,6 +1,10 @@
 # The network plug-in, libdeep_moe_nvshmem.so: kernels between nodes over NVSHMEM. With -DDEEP_MOE_NVSHMEM_DIR=FOLDER, where
 # include/nvshmem.h and lib/libnvshmem_device.a lie (the folder nvidia/nvshmem of the Python package). One shared library,
 # closed in itself: nothing that links deep_moe has to know of relocatable device code.
+if(NOT DEEP_MOE_WITH_CUDA AND DEEP_MOE_NVSHMEM_DIR STREQUAL "$ENV{NVSHMEM_DIR}")
+  message(STATUS "deep_moe: NVSHMEM_DIR is set, but there is no CUDA (${DEEP_MOE_CUDA_SUMMARY}): no network plug-in")
+  return()
+endif()
 set(nvshmem_include "${DEEP_MOE_NVSHMEM_DIR}/include")
 find_library(DEEP_MOE_NVSHMEM_DEVICE NAMES libnvshmem_device.a PATHS "${DEEP_MOE_NVSHMEM_DIR}/lib" NO_DEFAULT_PATH)
 find_library(
