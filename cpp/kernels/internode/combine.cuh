@@ -77,7 +77,7 @@ __device__ __forceinline__ void sum_rows(const CombineParams& params, const SumL
         ptx::st_weak_16(out + first + v * kStep, Vector<T>::round(sum));
       }
     }
-  } else
+  } else {
     for (std::int64_t first = lane_id() * 16; first < params.row_bytes; first += kBatch * kStep) {
       float sums[kBatch][Vector<T>::kSize] = {};
       for (int r = 0; r < num_rows; r += 2) {
@@ -103,6 +103,7 @@ __device__ __forceinline__ void sum_rows(const CombineParams& params, const SumL
       for (int v = 0; v < kBatch; ++v)
         if (first + v * kStep < params.row_bytes) ptx::st_weak_16(out + first + v * kStep, Vector<T>::round(sums[v]));
     }
+  }
   for (int k = lane_id(); k < params.args.topk; k += 32) {
     float sum = 0.0f;
     for (int r = 0; r < num_weights; ++r) sum += list.weights[r][k];
