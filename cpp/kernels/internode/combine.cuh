@@ -62,21 +62,47 @@ __device__ __forceinline__ void list_holders(const CombineParams& params, const 
 template <typename T>
 __device__ __forceinline__ void sum_rows(const CombineParams& params, const SumList& list, int num_rows,
                                          int num_weights, char* out, float* out_weights) {
-  constexpr int kBatch = RailTuning::kSumsInFlight, kStep = 32 * 16;
-  for (std::int64_t first = lane_id() * 16; first < params.row_bytes; first += kBatch * kStep) {
-    float sums[kBatch][Vector<T>::kSize] = {};
-    for (int r = 0; r < num_rows; ++r) {
-      uint4 vectors[kBatch];
+  constexpr int kBatch = RailTuning::kSumsInFlight, kAlone = 2 * kBatch, kStep = 32 * 16;
+  if (num_rows == 1) {  // a row alone is only rounded
+    for (std::int64_t first = lane_id() * 16; first < params.row_bytes; first += kAlone * kStep) {
+      uint4 vectors[kAlone];
 #pragma unroll
-      for (int v = 0; v < kBatch; ++v)
-        if (first + v * kStep < params.row_bytes) vectors[v] = ptx::ld_weak_16(list.row[r] + first + v * kStep);
+      for (int v = 0; v < kAlone; ++v)
+        if (first + v * kStep < params.row_bytes) vectors[v] = ptx::ld_weak_16(list.row[0] + first + v * kStep);
 #pragma unroll
-      for (int v = 0; v < kBatch; ++v)
-        if (first + v * kStep < params.row_bytes) Vector<T>::add(sums[v], vectors[v]);
+      for (int v = 0; v < kAlone; ++v) {
+        if (first + v * kStep >= params.row_bytes) continue;
+        float sum[Vector<T>::kSize] = {};
+        Vector<T>::add(sum, vectors[v]);
+        ptx::st_weak_16(out + first + v * kStep, Vector<T>::round(sum));
+      }
     }
+  } else {
+    for (std::int64_t first = lane_id() * 16; first < params.row_bytes; first += kBatch * kStep) {
+      float sums[kBatch][Vector<T>::kSize] = {};
+      for (int r = 0; r < num_rows; r += 2) {
+        uint4 vectors[2][kBatch];
+        const int rows = min(num_rows - r, 2);
 #pragma unroll
-    for (int v = 0; v < kBatch; ++v)
-      if (first + v * kStep < params.row_bytes) ptx::st_weak_16(out + first + v * kStep, Vector<T>::round(sums[v]));
+        for (int i = 0; i < 2; ++i) {
+          if (i >= rows) break;
+#pragma unroll
+          for (int v = 0; v < kBatch; ++v)
+            if (first + v * kStep < params.row_bytes)
+              vectors[i][v] = ptx::ld_weak_16(list.row[r + i] + first + v * kStep);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i >= rows) break;
+#pragma unroll
+          for (int v = 0; v < kBatch; ++v)
+            if (first + v * kStep < params.row_bytes) Vector<T>::add(sums[v], vectors[i][v]);
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < kBatch; ++v)
+        if (first + v * kStep < params.row_bytes) ptx::st_weak_16(out + first + v * kStep, Vector<T>::round(sums[v]));
+    }
   }
   for (int k = lane_id(); k < params.args.topk; k += 32) {
     float sum = 0.0f;

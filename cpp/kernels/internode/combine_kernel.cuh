@@ -33,16 +33,16 @@ __global__ void __launch_bounds__(32 * RailTuning::kSumWarps, 1)
   if (!__syncthreads_and(ok)) return;
 
   SumList& list = shared.lists[warp];
-  if (warp % 2 == 0) {
-    Tokens tokens(domain, args.num_tokens);
-    for (std::int64_t token; ok && tokens.next(&token);)
-      ok = sum_token<T>(scope, domain, network, params, shared.holders, shared.rings, token, list);
-  } else {
+  // Every other warp collects rows for the rings; then it sums tokens, as the others do from the start.
+  if (warp % 2 != 0) {
     RingRows rows(domain, ring_warp(), shared.rings.out);
     std::int64_t row;
     for (int node; ok && rows.next(&node, &row);)
       ok = collect_row<T>(scope, domain, network, params, shared.holders, shared.rings, node, row, list);
   }
+  Tokens tokens(domain, args.num_tokens);
+  for (std::int64_t token; ok && tokens.next(&token);)
+    ok = sum_token<T>(scope, domain, network, params, shared.holders, shared.rings, token, list);
   if (!__syncthreads_and(ok)) return;
   end_rows(scope, domain, WaitPhase::kPullDone, shared.rings);
 }

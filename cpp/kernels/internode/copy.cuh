@@ -45,8 +45,8 @@ class RowCopier {
     }
   }
 
-  // The whole warp. `words()` stores what goes with the row, meanwhile. Behind a __syncwarp all of it has been stored.
-  // False: the block must leave.
+  // The whole warp. `words()` stores what goes with the row, meanwhile. Behind it the row has been read, and stored
+  // once complete() has been called. False: the block must leave.
   template <typename Words>
   __device__ bool copy(const WaitScope& scope, const char* row, std::int64_t bytes, char* const* destinations,
                        int count, Words words) {
@@ -54,7 +54,8 @@ class RowCopier {
       if (stages_ != nullptr) {
         const int num_pieces = static_cast<int>((bytes + kPieceBytes - 1) / kPieceBytes);
         if (lane_id() == 0) {
-          ptx::fence_proxy_async();  // the row may have been acquired just now, by generic loads
+          ptx::bulk_wait_group_read<0>();  // stores of the row before have left their stages
+          ptx::fence_proxy_async();        // the row may have been acquired just now, by generic loads
           for (int piece = 0; piece < min(num_pieces, RailTuning::kPieces); ++piece) load(row, bytes, piece);
         }
         words();
@@ -67,6 +68,13 @@ class RowCopier {
     copy_through_registers(row, bytes, destinations, count);
     words();
     return true;
+  }
+
+  // The whole warp: behind a __syncwarp, all rows before the last load have been stored.
+  __device__ void complete() {
+    if constexpr (ptx::kHasTma) {
+      if (stages_ != nullptr && lane_id() == 0) ptx::bulk_wait_group<0>();
+    }
   }
 
  private:
@@ -108,7 +116,6 @@ class RowCopier {
           load(row, bytes, piece + RailTuning::kPieces);
         }
       }
-      ptx::bulk_wait_group<0>();
     }
     return true;
   }

@@ -161,11 +161,28 @@ __device__ __forceinline__ int list_addresses(T** list, int first, int count, Ad
   return first;
 }
 
-// D1 to D4: one token. False: the block must leave.
+// D4 of a warp's last token, whose stores may be on their way until then; -1: none.
+template <typename Network>
+__device__ void finish_token(const RailDomain& domain, const Network& network, const DispatchParams& params,
+                             const RingCalls& rings, std::int64_t* last, RowCopier& copier) {
+  if (*last < 0) return;
+  copier.complete();
+  const std::int32_t* node_position = params.args.routes.node_position + *last * params.args.routes.node_stride;
+  for (int node = 0; node < domain.num_nodes; ++node) {
+    const std::int32_t at = node_position[node];
+    if (at < 0) continue;
+    const RailCall& call = rings.out[node];
+    row_is_filled(domain, network, node, call, call.place(domain.rail.shape(), at));
+  }
+  *last = -1;
+}
+
+// D1 to D3: one token; `last` is the one before, which is finished as soon as this one's bytes have been asked for, and
+// before any wait for a peer. False: the block must leave.
 template <typename Network>
 __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, const Network& network,
                            const DispatchParams& params, const Target* targets, const RingCalls& rings,
-                           std::int64_t token, WarpLists& lists, RowCopier& copier) {
+                           std::int64_t token, std::int64_t* last, WarpLists& lists, RowCopier& copier) {
   const Routes& routes = params.args.routes;
   const int own = domain.rank();
   const std::int32_t* position = routes.position + token * routes.position_stride;
@@ -176,21 +193,29 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
     lists.index[local] = at < 0 ? -1 : first_index(domain, routes, own, local) + at;
     return at < 0 ? nullptr : targets[local].x + lists.index[local] * params.format.row_bytes;
   });
-  // D2: each lane waits for the slot at one other node.
-  bool ok = true;
+  // D2: each lane looks for the slot at one other node.
+  bool free = true;
   count = list_addresses(lists.destination, count, domain.num_nodes, [&](int node) -> char* {
     const std::int32_t at = node_position[node];
     if (at < 0) return nullptr;
     const RailCall& call = rings.out[node];
     const RailPlace place = call.place(domain.rail.shape(), at);
-    ok = has_credit(domain, network, node, place) ||
-         wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
-                       [&] { return has_credit(domain, network, node, place); });
+    free = has_credit(domain, network, node, place);
     return row_out(domain, network, node, call, place);
   });
-  if (!__all_sync(0xffffffffu, ok)) return false;
+  if (!__all_sync(0xffffffffu, free)) {
+    finish_token(domain, network, params, rings, last, copier);
+    if (!free) {
+      const int node = lane_id();
+      const RailPlace place = rings.out[node].place(domain.rail.shape(), node_position[node]);
+      free = wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
+                           [&] { return has_credit(domain, network, node, place); });
+    }
+    if (!__all_sync(0xffffffffu, free)) return false;
+  }
   __syncwarp();
   const auto words = [&] {
+    finish_token(domain, network, params, rings, last, copier);
     for (int local = 0; local < domain.num_local_ranks(); ++local)
       if (lists.index[local] >= 0) store_words(params, targets[local], row, lists.index[local]);
     for (int node = 0; node < domain.num_nodes; ++node) {
@@ -202,12 +227,7 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
     }
   };
   if (!copier.copy(scope, row.x, params.format.row_bytes, lists.destination, count, words)) return false;
-  for (int node = 0; node < domain.num_nodes; ++node) {
-    const std::int32_t at = node_position[node];
-    if (at < 0) continue;
-    const RailCall& call = rings.out[node];
-    row_is_filled(domain, network, node, call, call.place(domain.rail.shape(), at));
-  }
+  *last = token;
   __syncwarp();  // the lists are free
   return true;
 }

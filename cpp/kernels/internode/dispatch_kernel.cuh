@@ -38,16 +38,19 @@ __global__ void __launch_bounds__(32 * RailTuning::kCopyWarps, 1)
 
   WarpLists& lists = shared.lists[warp];
   RowCopier copier(params.copy_engine ? reinterpret_cast<CopyStages*>(dynamic_shared + kStagesAt) + warp : nullptr);
+  // Every other warp sends tokens, and forwards rows when there are no more.
   if (warp % 2 == 0) {
     Tokens tokens(domain, params.args.num_tokens);
+    std::int64_t last = -1;
     for (std::int64_t token; ok && tokens.next(&token);)
-      ok = send_token(scope, domain, network, params, shared.targets, shared.rings, token, lists, copier);
-  } else {
-    RingRows rows(domain, ring_warp(), shared.rings.in);
-    std::int64_t row;
-    for (int node; ok && rows.next(&node, &row);)
-      ok = forward_row(scope, domain, network, params, shared.targets, shared.rings, node, row, lists, copier);
+      ok = send_token(scope, domain, network, params, shared.targets, shared.rings, token, &last, lists, copier);
+    if (ok) finish_token(domain, network, params, shared.rings, &last, copier);
   }
+  RingRows rows(domain, ring_warp(), shared.rings.in);
+  std::int64_t row;
+  for (int node; ok && rows.next(&node, &row);)
+    ok = forward_row(scope, domain, network, params, shared.targets, shared.rings, node, row, lists, copier);
+  copier.complete();
   fill_tail(params, shared.targets[domain.node.rank]);
   if (!__syncthreads_and(ok)) return;
   end_rows(scope, domain, WaitPhase::kRowsDone, shared.rings);

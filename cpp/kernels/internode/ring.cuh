@@ -125,7 +125,7 @@ template <typename Network>
 __device__ __forceinline__ void row_is_filled(const RailDomain& domain, const Network& network, int node,
                                               const RailCall& call, const RailPlace& place) {
   __syncwarp();
-  if (lane_id() == 0) ptx::fence_acq_rel_sys();
+  if (lane_id() == 0) ptx::fence_acq_rel_gpu();
   if (!counts_last(&domain.state().filled[node][place.slot], place)) return;
   ptx::fence_acq_rel_sys();
   __syncwarp();
