@@ -146,13 +146,13 @@ __global__ void __launch_bounds__(Width::kParts > 1 ? kNarrowThreads : kMostThre
 // Calls body(kernel) for the kernel of a call; with `all` for every one there is.
 template <typename T, class Width, typename Body>
 void with_half(const LowLatencyCombineArgs& args, bool all, Body body) {
-  using enum LowLatencyHalf;
+  using Half = LowLatencyHalf;  // not "using enum", which gcc 10 does not know
   const LowLatencyHalf which = args.call.half;
-  if (all || which == kBoth) body(combine_kernel<T, Width, kBoth, false>);
-  if (all || (which == kSend && !args.by_expert)) body(combine_kernel<T, Width, kSend, false>);
-  if (all || (which == kSend && args.by_expert)) body(combine_kernel<T, Width, kSend, true>);
-  if (all || (which == kReceive && !args.by_expert)) body(combine_kernel<T, Width, kReceive, false>);
-  if (all || (which == kReceive && args.by_expert)) body(combine_kernel<T, Width, kReceive, true>);
+  if (all || which == Half::kBoth) body(combine_kernel<T, Width, Half::kBoth, false>);
+  if (all || (which == Half::kSend && !args.by_expert)) body(combine_kernel<T, Width, Half::kSend, false>);
+  if (all || (which == Half::kSend && args.by_expert)) body(combine_kernel<T, Width, Half::kSend, true>);
+  if (all || (which == Half::kReceive && !args.by_expert)) body(combine_kernel<T, Width, Half::kReceive, false>);
+  if (all || (which == Half::kReceive && args.by_expert)) body(combine_kernel<T, Width, Half::kReceive, true>);
 }
 
 template <typename Body>

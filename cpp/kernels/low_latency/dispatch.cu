@@ -239,13 +239,14 @@ void with_rows(const LowLatencyDispatchArgs& args, Body body) {
 // Calls body(kernel) for the kernel of a call. In the second half all casts are one.
 template <class Width, typename Body>
 void with_kernel(const LowLatencyDispatchArgs& args, LowLatencyHalf which, Body body) {
-  using enum LowLatencyHalf;
-  if (which == kReceive && args.cast) return body(dispatch_kernel<CastFrom<__nv_bfloat16>, Width, kReceive>);
+  using Half = LowLatencyHalf;
+  if (which == Half::kReceive && args.cast)
+    return body(dispatch_kernel<CastFrom<__nv_bfloat16>, Width, Half::kReceive>);
   with_rows(args, [&](auto rows) {
     using Rows = decltype(rows);
-    if (which == kBoth) return body(dispatch_kernel<Rows, Width, kBoth>);
-    if (which == kSend) return body(dispatch_kernel<Rows, Width, kSend>);
-    if constexpr (!kCasts<Rows>) body(dispatch_kernel<Rows, Width, kReceive>);
+    if (which == Half::kBoth) return body(dispatch_kernel<Rows, Width, Half::kBoth>);
+    if (which == Half::kSend) return body(dispatch_kernel<Rows, Width, Half::kSend>);
+    if constexpr (!kCasts<Rows>) body(dispatch_kernel<Rows, Width, Half::kReceive>);
   });
 }
 
