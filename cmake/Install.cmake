@@ -16,14 +16,16 @@ if(DEEP_MOE_WITH_CUDA)
   install(FILES "${DEEP_MOE_CUDART_STATIC}" DESTINATION lib/deep_moe)
 endif()
 
-# deep_moeConfig.cmake in both kinds of tree; they differ in where the CUDA runtime lies.
-function(deep_moe_config output cudart)
+# deep_moeConfig.cmake in both kinds of tree; they differ in where the CUDA runtime and the network plug-in lie.
+function(deep_moe_config output cudart plugin)
   configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/deep_moeConfig.cmake.in" "${output}"
                                 INSTALL_DESTINATION ${cmake_dir} NO_SET_AND_CHECK_MACRO)
 endfunction()
 deep_moe_config("${PROJECT_BINARY_DIR}/install/deep_moeConfig.cmake"
-                "\${PACKAGE_PREFIX_DIR}/lib/deep_moe/libcudart_static.a")
-deep_moe_config("${PROJECT_BINARY_DIR}/deep_moeConfig.cmake" "${DEEP_MOE_CUDART_STATIC}")
+                "\${PACKAGE_PREFIX_DIR}/lib/deep_moe/libcudart_static.a"
+                "\${PACKAGE_PREFIX_DIR}/libdeep_moe_nvshmem.so")
+deep_moe_config("${PROJECT_BINARY_DIR}/deep_moeConfig.cmake" "${DEEP_MOE_CUDART_STATIC}"
+                "${PROJECT_BINARY_DIR}/libdeep_moe_nvshmem.so")
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/deep_moeConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/install/deep_moeConfig.cmake" "${PROJECT_BINARY_DIR}/deep_moeConfigVersion.cmake"
         DESTINATION ${cmake_dir})

@@ -35,3 +35,10 @@ set_target_properties(
 target_compile_options(deep_moe_nvshmem PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-fno-gnu-unique>")
 target_link_options(deep_moe_nvshmem PRIVATE "LINKER:--version-script=${PROJECT_SOURCE_DIR}/cmake/plugin.map")
 install(TARGETS deep_moe_nvshmem LIBRARY DESTINATION .)
+
+# What a program of this tree links to have the network.
+add_library(deep_moe_internode INTERFACE)
+target_link_libraries(deep_moe_internode INTERFACE deep_moe_nvshmem deep_moe)
+target_link_options(deep_moe_internode INTERFACE "LINKER:--no-as-needed"
+                    "LINKER:--allow-shlib-undefined")
+add_library(deep_moe::internode ALIAS deep_moe_internode)

@@ -38,11 +38,17 @@ def configure(name: str, build: Path, *defines: str, env: dict[str, str] | None 
     )
 
 
-def build_and_run(name: str, build: Path, *defines: str, env: dict[str, str] | None = None) -> str:
-    """What the program prints."""
+def build_and_run(
+    name: str,
+    build: Path,
+    *defines: str,
+    env: dict[str, str] | None = None,
+    run_env: dict[str, str] | None = None,
+) -> str:
+    """What the program prints; `run_env` is added to its environment."""
     configure(name, build, *defines, env=env)
     run(shutil.which("cmake") or "", "--build", build, env=env, timeout=900)
-    output = run(build / "consumer", env=env)
+    output = run(build / "consumer", env={**(env or os.environ), **(run_env or {})})
     assert "rank 0: 2 rows received" in output
     assert "rank 1: 4 rows received" in output
     return output

@@ -34,7 +34,7 @@ def find(cmake_dir: Path, folder: Path, arguments: str, tail: str = "") -> str:
 
 @pytest.mark.parametrize(
     ("component", "reason"),
-    [("internode", "no network between nodes yet"), ("typo", "there are: deep_moe, cuda, internode")],
+    [("internode", "no network plug-in"), ("typo", "there are: deep_moe, cuda, internode")],
 )
 def test_missing_component_is_an_error_that_says_why(
     cmake_dir: Path, component: str, reason: str, tmp_path: Path

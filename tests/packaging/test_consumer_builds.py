@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import ROOT
-from .consumers import build_and_run, without_nvcc
+from .consumers import build_and_run, version, without_nvcc
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ARCHITECTURE = "CMAKE_CUDA_ARCHITECTURES=90"
@@ -48,6 +48,23 @@ def test_relocatable_cuda_project_with_its_own_nvshmem_kernel(cuda_dir: Path, tm
         pytest.skip("no NVSHMEM: neither NVSHMEM_DIR nor the package nvidia-nvshmem-cu12 or -cu13")
     defines = (f"deep_moe_DIR={cuda_dir}", ARCHITECTURE, f"NVSHMEM_DIR={nvshmem}")
     assert "own kernels with NVSHMEM" in build_and_run("consumer_rdc", tmp_path, *defines)
+
+
+def test_cpp_project_with_the_network(any_cmake_dir: Path, tmp_path: Path) -> None:
+    """deep_moe::internode: the plug-in is part of the program, without nvcc."""
+    nvshmem = nvshmem_dir()
+    found = [folder / "libdeep_moe_nvshmem.so" for folder in (any_cmake_dir, *any_cmake_dir.parents[:3])]
+    if nvshmem is None or not any(path.exists() for path in found):
+        pytest.skip(f"no NVSHMEM, or no network plug-in in the build at {any_cmake_dir}")
+    defines = (f"deep_moe_DIR={any_cmake_dir}", f"EXPECTED_VERSION={version()}", "NETWORK=ON")
+    output = build_and_run(
+        "consumer",
+        tmp_path,
+        *defines,
+        env=without_nvcc(),
+        run_env={"LD_LIBRARY_PATH": f"{nvshmem}/lib"},
+    )
+    assert "the network between nodes is here" in output
 
 
 def test_project_that_builds_deep_moe_itself(tmp_path: Path) -> None:
