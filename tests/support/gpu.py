@@ -37,6 +37,7 @@ class World:
     form: str  # "thread" or "process"
     ranks: int
     settings: Settings = ()
+    exact: bool = False  # processes for this number of ranks alone: NVSHMEM serves one group a process
 
     def __str__(self) -> str:
         settings = [f"{key.lower()}={value}" for key, value in self.settings]
@@ -49,6 +50,7 @@ class World:
     def run_each(self, job: Job, arguments: Sequence[Any], timeout: float = 40.0) -> list[Any]:
         """The same with an argument for each rank."""
         most = MAX_THREADS if self.form == "thread" else FEW if self.ranks <= FEW else MANY
+        most = self.ranks if self.exact else most
         name = f"gpu {self.form} {most} {self.settings}"
         shared = workers._workers.setdefault(name, GpuWorkers(self.form, most, self.settings))
         return shared.run(on_stream, [(job, argument) for argument in arguments], timeout)

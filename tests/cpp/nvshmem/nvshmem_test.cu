@@ -103,7 +103,7 @@ void run_rank(const Bootstrap& bootstrap) {
 }  // namespace
 
 TEST_CASE("over NVSHMEM: dispatch and combine are equal to the host, ranks as processes") {
-  for (const int num_ranks : {2, 4}) {
+  for (const int num_ranks : {2, 4, 8}) {
     CAPTURE(num_ranks);
     check_all(run_processes(num_ranks, run_rank));
   }
