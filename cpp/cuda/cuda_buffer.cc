@@ -146,6 +146,7 @@ void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std:
   const auto kind = static_cast<CallKind>(signature.kind);
   const bool low_latency = kind == CallKind::kLowLatencyDispatch || kind == CallKind::kLowLatencyCombine;
   if (world_->nodes() != nullptr && !low_latency) return refuse_between(signature, reason, comm_stream_);
+  if (!world_->all_near()) return;  // a low-latency call, which no rank can make
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 

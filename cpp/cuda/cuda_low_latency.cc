@@ -36,6 +36,7 @@ LowLatency::LowLatency(DeviceWorld& world, Options options, Refuse refuse)
   const auto wishes = world.exchange("constructor/low latency", static_cast<std::uint64_t>(options_.staging_bytes), "");
   for (const DeviceWorld::Said& wish : wishes)
     wanted_slot_bytes_ = std::max(wanted_slot_bytes_, static_cast<std::int64_t>(wish.value) / layout::kLowLatencySlots);
+  if (!world.all_near()) return;  // check_low_latency_reach() refuses the calls
   // Where that fails, on all ranks, the first call asks for what it needs, and says why it cannot have it.
   if (wanted_slot_bytes_ > 0 && !grow_staging(wanted_slot_bytes_, 0, [](int) {}).empty()) wanted_slot_bytes_ = 0;
 }

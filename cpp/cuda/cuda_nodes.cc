@@ -46,7 +46,8 @@ std::size_t block_at(int num_local_ranks, const layout::RailWords& words) {
 
 NetworkKind network_kind_here() {
   const char* name = std::getenv("DEEP_MOE_NETWORK");
-  if (name == nullptr || *name == '\0' || std::strcmp(name, "mapped") == 0) return NetworkKind::kMapped;
+  if (name == nullptr || *name == '\0') return NetworkKind::kAuto;
+  if (std::strcmp(name, "mapped") == 0) return NetworkKind::kMapped;
   if (std::strcmp(name, "nvshmem") == 0) return NetworkKind::kNvshmem;
   throw ArgumentError(std::string("DEEP_MOE_NETWORK: got '") + name + "', expected mapped or nvshmem");
 }

@@ -1,8 +1,8 @@
 // A GPU Buffer's ranks on several nodes: the words of this node, the network's memory, and the kernels between nodes.
 //
-// On one machine whose GPUs reach each other the network is memory that every rank maps; with DEEP_MOE_NETWORK=nvshmem
-// it is NVSHMEM, through the plug-in. Calls of the high-throughput mode run here; the low-latency mode's go straight
-// from rank to rank.
+// On one machine whose GPUs reach each other the network is memory that every rank maps; on several machines, and with
+// DEEP_MOE_NETWORK=nvshmem, it is NVSHMEM, through the plug-in. Calls of the high-throughput mode run here; the
+// low-latency mode's go straight from rank to rank.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,10 @@
 
 namespace deep_moe::cuda {
 
-// What DEEP_MOE_NETWORK asks for.
-enum class NetworkKind : std::uint32_t { kMapped = 0, kNvshmem };
-NetworkKind network_kind_here();  // throws ArgumentError
+enum class NetworkKind : std::uint32_t { kAuto = 0, kMapped, kNvshmem };
+// What DEEP_MOE_NETWORK asks for; kAuto where it is unset: mapped on one machine, NVSHMEM on several. Throws
+// ArgumentError.
+NetworkKind network_kind_here();
 
 class Nodes {
  public:
@@ -29,7 +30,7 @@ class Nodes {
 
   const Topology& topology() const { return topology_; }
   NetworkKind kind() const { return kind_; }
-  // Memory of each rank that all ranks map, zeroed: words of the node, of the rail, and the network's where it is
+  // Memory of each rank that those near it map, zeroed: words of the node, of the rail, and the network's where it is
   // mapped.
   std::size_t shared_bytes() const;
   std::size_t network_bytes() const { return rail_.bytes(); }
@@ -38,7 +39,7 @@ class Nodes {
     char* host;
     char* device;  // the same as kernels see it
   };
-  // Once every rank's memory is there, by rank. `block`: the network's where it is NVSHMEM's.
+  // Once the memory of every near rank is there, by rank. `block`: the network's where it is NVSHMEM's.
   void connect(const std::vector<char*>& shared, const HostWords& words, std::uint64_t timeout_ns, char* block);
 
   const kernels::DeviceDomain& domain() const { return domain_.node; }

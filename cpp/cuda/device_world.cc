@@ -11,6 +11,7 @@
 
 #include "cuda/device_world_messages.hpp"
 #include "cuda/retire.hpp"
+#include "runtime/poll.hpp"
 #include "runtime/process.hpp"
 
 namespace deep_moe::cuda {
@@ -55,12 +56,20 @@ std::string DeviceWorld::name_of(int peer) const {
          ")";
 }
 
-void DeviceWorld::send_all(std::uint32_t kind, int id, std::uint64_t value, const std::string& text) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_ || peers_[peer].closed) continue;
-    channel_->send_segment(peer, {.id = id, .bytes = value, .fd = -1, .kind = kind, .text = text});
-  }
+bool DeviceWorld::all_near() const {
+  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.near; });
+}
+
+void DeviceWorld::start_talk() {
+  RankTalk::Options options;
+  options.rank = rank_;
+  options.num_ranks = num_ranks_;
+  options.timeout_seconds = options_.timeout_seconds;
+  options.interrupt_check = options_.interrupt_check;
+  for (const Peer& peer : peers_) options.same_process.push_back(peer.local);
+  options.other = [this](int peer, ControlChannel::SegmentMessage& message) { take_message(peer, message); };
+  options.lost = [this](int peer) { tell_kernels_of_loss(peer); };
+  talk_ = std::make_unique<RankTalk>(*channel_, mutex_, std::move(options));
 }
 
 void DeviceWorld::announce_segment(int id, const std::shared_ptr<Segment>& segment) {
@@ -78,7 +87,7 @@ void DeviceWorld::announce_segment(int id, const std::shared_ptr<Segment>& segme
   } descriptor;
   std::string ticket;
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_ || peers_[peer].closed) continue;
+    if (peer == rank_ || !near(peer) || talk_->closed(peer)) continue;
     if (!peers_[peer].local && ticket.empty()) {
       ticket = pack(memory.ticket());
       descriptor.fd = memory.export_fd();
@@ -117,7 +126,7 @@ void DeviceWorld::take_message(int peer, ControlChannel::SegmentMessage& message
                   error.what();
         if (import_failure_.empty()) import_failure_ = failure;
       }
-      channel_->send_segment(peer, {.id = message.id, .bytes = 0, .fd = -1, .kind = kMapped, .text = failure});
+      talk_->send(peer, kMapped, message.id, 0, failure);
       break;
     }
     case kMapped: entry.mapped[message.id] = message.text; break;
@@ -126,34 +135,13 @@ void DeviceWorld::take_message(int peer, ControlChannel::SegmentMessage& message
       set_table(peer, message.id, nullptr);
       entry.segments[at].reset();
       break;
-    case kSaid: entry.said.push_back({message.id, {message.bytes, message.text}}); break;
-    case kSaidInCall: entry.said_in_call.push_back({message.id, {message.bytes, message.text}}); break;
-    case kResetTo: entry.reset_to = {message.bytes, std::stoull(message.text), message.id}; break;
-    case kResetReached: entry.reset_reached = message.bytes; break;
-    case kDeparted:
-      entry.departed = true;
-      entry.failure = message.text;
-      if (message.bytes == 1) tell_kernels_of_loss(peer);
-      break;
     default: throw Error("rank " + std::to_string(peer) + " sent an unknown control message");
-  }
-}
-
-void DeviceWorld::take_messages() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_ || peers_[peer].closed) continue;
-    ControlChannel::SegmentMessage message;
-    bool closed = false;
-    while (channel_->receive_segment(peer, &message, &closed)) take_message(peer, message);
-    peers_[peer].closed = closed;
-    if (closed && !peers_[peer].departed) tell_kernels_of_loss(peer);
   }
 }
 
 void DeviceWorld::attend() noexcept {
   try {
-    take_messages();
+    talk_->take_messages();
   } catch (...) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (!attendant_failure_) attendant_failure_ = std::current_exception();
@@ -228,7 +216,7 @@ char* DeviceWorld::address(int peer, int segment, std::size_t offset) {
   };
   if (char* base = known()) return base + offset;
   wait(
-      "mapping a segment", [&] { return take_messages(), known() == nullptr ? peer : -1; },
+      "mapping a segment", [&] { return talk_->take_messages(), known() == nullptr ? peer : -1; },
       [&](int) { return "expected its segment " + std::to_string(segment); });
   return known() + offset;
 }
@@ -243,7 +231,7 @@ Block DeviceWorld::allocate_or_grow(std::size_t bytes, Stream first_user, std::s
 bool DeviceWorld::shared(int segment) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_) continue;
+    if (peer == rank_ || !near(peer)) continue;
     const auto known = peers_[peer].mapped.find(segment);
     if (known == peers_[peer].mapped.end() || !known->second.empty()) return false;
   }
@@ -252,7 +240,7 @@ bool DeviceWorld::shared(int segment) {
 
 void DeviceWorld::wait_until_shared(int segment, const char* phase, std::uint64_t without) {
   if (shared(segment)) return;
-  const auto matters = [&](int peer) { return peer != rank_ && (without >> peer & 1) == 0; };
+  const auto matters = [&](int peer) { return peer != rank_ && near(peer) && (without >> peer & 1) == 0; };
   const auto first_missing = [&] {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (int peer = 0; peer < num_ranks_; ++peer) {
@@ -311,45 +299,12 @@ void DeviceWorld::wait_idle(const char* phase) {
   check(status, "the comm stream");
 }
 
-void DeviceWorld::wait(const char* phase, const std::function<int()>& first_missing,
-                       const std::function<std::string(int)>& describe) {
-  const WaitRules rules{rank_, options_.timeout_seconds, options_.interrupt_check,
-                        [this](int peer, std::string* how) { return peer_gone(peer, how); }};
-  poll_until(rules, phase, first_missing, describe);
-}
-
-bool DeviceWorld::peer_gone(int peer, std::string* how) {
-  if (peer == rank_) return false;
-  take_messages();
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (peers_[peer].departed) {
-    const std::string& failure = peers_[peer].failure;
-    *how = "has destroyed its Buffer" + (failure.empty() ? failure : ", which had failed (" + failure + "),");
-    return true;
-  }
-  if (peers_[peer].closed || (!peers_[peer].local && channel_->peer_closed(peer))) {
-    *how = "has ended (its process is gone)";
-    return true;
-  }
-  return false;
-}
-
 void DeviceWorld::depart(bool all_on_comm_stream, const std::string& failure) noexcept {
   attendant_.reset();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (device_heap_) device_heap_->close();
-  if (channel_) {
-    const bool idle = all_on_comm_stream && comm_stream_ && query(comm_stream()) == CUDA_SUCCESS;
-    for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (peer == rank_ || peers_[peer].closed) continue;
-      peers_[peer].closed = true;
-      try {
-        channel_->send_segment(peer, {.id = -1, .bytes = idle ? 1u : 0u, .fd = -1, .kind = kDeparted, .text = failure});
-      } catch (const Error&) {  // it is gone too, or was never connected
-      }
-    }
-    channel_->close();
-  }
+  if (talk_) talk_->depart(all_on_comm_stream && comm_stream_ && query(comm_stream()) == CUDA_SUCCESS, failure);
+  if (channel_) channel_->close();
   forget_local_segments(uid_);
 }
 
@@ -357,6 +312,7 @@ DeviceWorld::~DeviceWorld() { release(); }
 
 void DeviceWorld::release() noexcept {
   if (forks_ != fork_count()) {
+    (void)talk_.release();
     (void)channel_.release();    // its descriptors are closed in a child already
     (void)attendant_.release();  // whose thread is the parent's
     return;

@@ -1,10 +1,10 @@
-// The ranks of one Buffer on GPUs: their workspaces and segments in device memory, mapped by every one of them, and
-// what kernels need to know about that. Ranks are threads or processes of one machine; each has a device, which several
-// may share.
+// The ranks of one Buffer on GPUs: their workspaces and segments in device memory, mapped by every one of them that is
+// near, and what kernels need to know about that. Ranks are threads or processes; each has a device, which several may
+// share. All ranks are near to each other, but over a network that is not mapped memory: then those of a node are. A
+// rank that is far may be on another machine: its memory does not exist here, and its host is spoken to alone.
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <limits>
@@ -18,12 +18,14 @@
 
 #include "cuda/attendant.hpp"
 #include "cuda/cuda_nodes.hpp"
+#include "cuda/cuda_nodes_nvshmem.hpp"
 #include "cuda/device.hpp"
 #include "cuda/device_heap.hpp"
 #include "cuda/device_segment.hpp"
 #include "cuda/mapped_words.hpp"
 #include "kernels/api.hpp"
 #include "runtime/control_channel.hpp"
+#include "runtime/rank_talk.hpp"
 
 namespace deep_moe::cuda {
 
@@ -58,19 +60,22 @@ class DeviceWorld {
   int most_blocks() const;
   MemoryKind memory_kind() const { return workspace_->kind(); }  // of what this rank shares
   Stream comm_stream() const;                                    // private, high priority
+  // Workspaces of far ranks are null.
   const kernels::DeviceDomain& domain() const { return domain_; }
+  bool near(int peer) const { return peers_[static_cast<std::size_t>(peer)].near; }
+  bool all_near() const;
   const Nodes* nodes() const { return nodes_.get(); }  // null on one node
   char* host_words() const { return words_->host(); }  // domain().host as the host sees it
   DeviceHeap& heap() { return *device_heap_; }
 
-  // Device memory: [R, layout::kMaxSegments] addresses of every rank's segments as mapped here, null where there is
-  // none. An entry is there before its owner learns (by shared()) that it may publish places in the segment.
+  // Device memory: [R, layout::kMaxSegments] addresses of every near rank's segments as mapped here, null where there
+  // is none. An entry is there before its owner learns (by shared()) that it may publish places in the segment.
   char* const* segment_table() const;
   // The same for the host. Takes what peers have sent meanwhile; throws PeerLostError or TimeoutError.
   char* address(int peer, int segment, std::size_t offset);
 
   struct Growth {
-    bool everywhere = true;            // every rank that asked has its memory, and every rank can reach it
+    bool everywhere = true;            // every rank that asked has its memory, and those near it can reach it
     std::vector<std::string> reasons;  // by rank; empty where nothing failed
   };
   // Collective: a rank that needs more passes the bytes, and more that it would like, the others 0. All ranks return
@@ -79,25 +84,23 @@ class DeviceWorld {
   // Local: as heap().allocate, with a new segment where that gives nothing; an empty Block and the reason if that
   // fails. Publish places in it only once shared() says so.
   Block allocate_or_grow(std::size_t bytes, Stream first_user, std::string* reason);
-  // True if every peer has mapped this rank's segment, which their attendants do soon.
+  // True if every near peer has mapped this rank's segment, which their attendants do soon.
   bool shared(int segment);
   // Waits for that; throws BufferTooSmallError if some peer cannot. Bits of `without`: peers that do not matter.
   void wait_until_shared(int segment, const char* phase, std::uint64_t without = 0);
   // Throws what the attendant has met with.
   void check_attendant();
 
-  struct Said {
-    std::uint64_t value = 0;
-    std::string text;
-  };
-  // Collective, between hosts alone: what every rank says, by rank.
-  std::vector<Said> exchange(const char* phase, std::uint64_t value, const std::string& text);
-  // The same inside a call that perhaps not all ranks make: what belongs together has the same `id`, which grows from
-  // one exchange to the next, until a reset. `look(peer)` is called about every 20 ms for a peer that is missing, and
-  // may throw. Ranks of `*masked` take no part; with `mask_silent` those that do not come are added to it.
+  // What the hosts of all ranks say to each other, near and far (runtime/rank_talk.hpp).
+  using Said = RankTalk::Said;
+  std::vector<Said> exchange(const char* phase, std::uint64_t value, const std::string& text) {
+    return talk_->exchange(phase, value, text);
+  }
   std::vector<Said> exchange_in_call(const char* phase, int id, std::uint64_t value, const std::string& text,
                                      const std::function<void(int peer)>& look, std::uint64_t* masked,
-                                     bool mask_silent);
+                                     bool mask_silent) {
+    return talk_->exchange_in_call(phase, id, value, text, look, masked, mask_silent);
+  }
   // What a peer has announced for the call that comes after those that this rank's kernels have done; false if nothing.
   // None of them may be running.
   bool announced(int peer, layout::Announce* record);
@@ -108,7 +111,9 @@ class DeviceWorld {
 
   // poll_until with this world's rules; also throws PeerLostError when the blamed peer has left.
   void wait(const char* phase, const std::function<int()>& first_missing,
-            const std::function<std::string(int peer)>& describe);
+            const std::function<std::string(int peer)>& describe) {
+    talk_->wait(phase, first_missing, describe);
+  }
   // Until ready(): what a kernel of this rank on `stream` tells its host. The deadline counts from started(): a
   // kernel may stand behind other work for as long as that takes. Kernels have deadlines of their own, which come
   // first and say more. Also throws what the device has failed with.
@@ -117,7 +122,7 @@ class DeviceWorld {
   // Until the comm stream has nothing left to do.
   void wait_idle(const char* phase);
   // True once the peer has left or its process has ended.
-  bool peer_gone(int peer, std::string* how);
+  bool peer_gone(int peer, std::string* how) { return talk_->peer_gone(peer, how); }
   // Local: tells the peers and closes the channel; the heap gives no more blocks. Memory lives on while it has users.
   // `all_on_comm_stream`: no calls of this rank run anywhere else (in graphs). `failure`: what has failed the Buffer,
   // or empty.
@@ -127,34 +132,25 @@ class DeviceWorld {
   struct Peer {
     std::uint64_t uid = 0;
     bool local = false;  // shares this process
-    bool departed = false, closed = false;
-    std::string failure;                             // of one that has departed
+    bool near = true;
     bool lost = false;                               // kernels have been told
-    int device = -1;                                 // as seen here; -1: not visible
+    int device = -1;                                 // as seen here; -1: not visible, or far
     std::vector<std::shared_ptr<Segment>> segments;  // by id, null until mapped
     std::map<int, std::string> mapped;               // my segments, and why it could not; empty: it has
-    std::deque<std::pair<int, Said>> said;           // rounds of exchange() and what it says in them
-    std::deque<std::pair<int, Said>> said_in_call;   // the same by id
-    struct Reset {
-      std::uint64_t generation = 0, epoch = 0;
-      int round = 0;
-    } reset_to;                       // where it wants to go
-    std::uint64_t reset_reached = 0;  // the generation that it is in
   };
 
   void connect(const Bootstrap& bootstrap);
   void share_nodes_memory();
-  void connect_nodes(const Bootstrap& bootstrap, const std::vector<std::uint64_t>& processes);
+  void connect_nodes(const Bootstrap& bootstrap, const NetworkPlace& place);
+  void log_places() const;
   void announce_segment(int id, const std::shared_ptr<Segment>& segment);
-  void send_all(std::uint32_t kind, int id, std::uint64_t value, const std::string& text);
-  void take_messages();
+  void start_talk();
   void attend() noexcept;
   void tell_kernels_of_loss(int peer);
   void send_lost_peers();
   void copy_to_device(void* device, const void* mirror, std::size_t bytes);
   void copy_from_device(void* mirror, const void* device, std::size_t bytes);
   void wait_copied();
-  void agree_on_reset();
   void take_message(int peer, ControlChannel::SegmentMessage& message);
   std::shared_ptr<Segment> import_segment(int peer, const ControlChannel::SegmentMessage& message);
   void set_table(int peer, int segment, char* base);
@@ -173,6 +169,7 @@ class DeviceWorld {
   std::shared_ptr<Heap> heap_;
   std::shared_ptr<DeviceHeap> device_heap_;
   std::unique_ptr<ControlChannel> channel_;
+  std::unique_ptr<RankTalk> talk_;
   kernels::DeviceDomain domain_;
   std::unique_ptr<Nodes> nodes_;
   std::shared_ptr<DeviceSegment> nodes_memory_;
@@ -180,14 +177,12 @@ class DeviceWorld {
 
   std::recursive_mutex mutex_;  // of what messages change
   std::vector<Peer> peers_;
-  std::vector<int> round_segments_;                        // mine, appended since the last round
-  std::string import_failure_;                             // since the last round
-  int round_ = 0;                                          // of exchange()
-  std::uint64_t generation_ = 0, cleared_generation_ = 0;  // resets done, and this rank's part of them
-  Peer::Reset reset_to_;                                   // where this rank wants to go
-  int num_segments_ = 0;                                   // numbers taken, the workspace's included
-  std::size_t nodes_words_at_ = 0;                         // host words of the node, in words_
-  char** table_ = nullptr;                                 // device
+  std::vector<int> round_segments_;       // mine, appended since the last round
+  std::string import_failure_;            // since the last round
+  std::uint64_t cleared_generation_ = 0;  // resets of which this rank has done its part
+  int num_segments_ = 0;                  // numbers taken, the workspace's included
+  std::size_t nodes_words_at_ = 0;        // host words of the node, in words_
+  char** table_ = nullptr;                // device
   char** table_mirror_ = nullptr;
   std::uint64_t* word_mirror_ = nullptr;  // pinned: lost peers, 1, the epoch read from the device
   layout::Announce* announce_mirror_ = nullptr;

@@ -1,5 +1,6 @@
 #include "runtime/control_channel.hpp"
 
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -11,6 +12,8 @@
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <sstream>
+#include <thread>
 
 #include <deep_moe/error.hpp>
 
@@ -19,12 +22,19 @@
 namespace deep_moe {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 struct Hello {
   std::uint64_t group_uid;
-  std::int32_t rank;
-  std::int32_t magic;
+  std::int32_t from, to;
+  std::int64_t magic;
 };
-constexpr std::int32_t kHelloMagic = 0x6d6f65;
+constexpr std::int64_t kHelloMagic = 0x6d6f65;
+
+// Over TCP: an address may lead to a machine that has the same one by chance, so whoever connects hears an answer
+// before it believes that it is there, and says so in turn, for it may have given up meanwhile.
+constexpr int kConnectMs = 1000, kAnswerMs = 2000, kConfirmMs = 5000;
+constexpr auto kNobodyListens = std::chrono::seconds(10);
 
 struct WireSegment {
   std::int32_t id;
@@ -63,7 +73,6 @@ int peer_pid_fd(int fd) {
 
 // Signals do not end the wait.
 bool has_input(int fd, int timeout_ms) {
-  using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
   for (;;) {
     pollfd entry{fd, POLLIN, 0};
@@ -77,7 +86,14 @@ bool has_input(int fd, int timeout_ms) {
 }  // namespace
 
 ControlChannel::ControlChannel(int rank, int num_ranks)
-    : rank_(rank), num_ranks_(num_ranks), fds_(num_ranks, -1), pid_fds_(num_ranks, -1), ended_(num_ranks) {
+    : rank_(rank),
+      num_ranks_(num_ranks),
+      fds_(num_ranks, -1),
+      pid_fds_(num_ranks, -1),
+      expected_(num_ranks, false),
+      remote_(num_ranks, false),
+      received_(num_ranks),
+      ended_(num_ranks) {
   std::random_device random;
   listen_fd_ = new_socket();
   close_in_child(listen_fd_);
@@ -95,62 +111,137 @@ ControlChannel::ControlChannel(int rank, int num_ranks)
 
 ControlChannel::~ControlChannel() { close(); }
 
-void ControlChannel::connect(const std::vector<std::string>& names, const std::vector<bool>& wanted,
-                             std::uint64_t group_uid, double timeout_seconds) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
-  // Lower ranks are connected to, higher ranks are accepted: their backlog holds us, so nobody waits in a circle.
-  int num_expected = 0;
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (peer == rank_ || !wanted[peer]) continue;
-    if (peer > rank_) {
-      ++num_expected;
-      continue;
-    }
-    const int fd = new_socket();
-    fds_[peer] = fd;
-    close_in_child(fd);
-    sockaddr_un address;
-    const socklen_t bytes = abstract_address(names[peer], &address);
-    const Hello hello{group_uid, rank_, kHelloMagic};
-    if (::connect(fd, reinterpret_cast<sockaddr*>(&address), bytes) != 0 ||
-        ::send(fd, &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
-      throw Error("rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(peer) +
-                  " over a local socket: " + std::strerror(errno) +
-                  "; CPU ranks have to run on one machine and in one network namespace");
-    }
+Endpoint ControlChannel::listen_to_machines() {
+  Endpoint endpoint;
+  listen_tcp_fd_ = listen_tcp(own_addresses(), std::max(num_ranks_, 16), &endpoint);
+  close_in_child(listen_tcp_fd_);
+  return endpoint;
+}
+
+void ControlChannel::keep(int peer, int fd, bool remote) {
+  fds_[peer] = fd;
+  remote_[peer] = remote;
+  expected_[peer] = false;
+  close_in_child(fd);
+  if (remote) return;
+  pid_fds_[peer] = peer_pid_fd(fd);
+  if (pid_fds_[peer] >= 0) close_in_child(pid_fds_[peer]);
+}
+
+void ControlChannel::connect_local(int peer, const std::string& name, std::uint64_t group_uid) {
+  const int fd = new_socket();
+  sockaddr_un address;
+  const socklen_t bytes = abstract_address(name, &address);
+  const Hello hello{group_uid, rank_, peer, kHelloMagic};
+  if (::connect(fd, reinterpret_cast<sockaddr*>(&address), bytes) != 0 ||
+      ::send(fd, &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) {
+    const std::string reason = std::strerror(errno);
+    ::close(fd);
+    throw Error("rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(peer) +
+                " over a local socket: " + reason +
+                "; ranks of one machine have to run in one network namespace, or with a DEEP_MOE_HOST_ID of their own");
   }
-  while (num_expected > 0) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    if (left.count() <= 0) {
-      for (int peer = rank_ + 1; peer < num_ranks_; ++peer) {
-        if (wanted[peer] && fds_[peer] < 0)
-          throw TimeoutError("rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) +
-                             " to connect while the Buffer was made");
+  keep(peer, fd, false);
+}
+
+void ControlChannel::connect_remote(int peer, const Endpoint& endpoint, std::uint64_t group_uid, Deadline deadline) {
+  const auto start = Clock::now();
+  const auto left = [&](int most) {
+    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    return static_cast<int>(std::clamp<std::int64_t>(ms, 0, most));
+  };
+  bool answered = false;  // somebody took the connection
+  for (;;) {
+    std::string problem = "it has no address";
+    std::istringstream addresses(endpoint.addresses);
+    for (std::string address; std::getline(addresses, address, ' ');) {
+      const int fd = connect_tcp(address, endpoint.port, left(kConnectMs));
+      if (fd < 0) {
+        problem = std::strerror(errno);
+        continue;
       }
+      answered = true;
+      const Hello mine{group_uid, rank_, peer, kHelloMagic};
+      Hello theirs{};
+      if (send_whole(fd, &mine, sizeof(mine)) && receive_whole(fd, &theirs, sizeof(theirs), left(kAnswerMs)) &&
+          theirs.magic == kHelloMagic && theirs.group_uid == group_uid && theirs.from == peer && theirs.to == rank_ &&
+          send_whole(fd, &mine, sizeof(mine)))
+        return keep(peer, fd, true);
+      ::close(fd);
+      problem = "somebody else answers";
     }
-    if (!has_input(listen_fd_, static_cast<int>(std::min<std::int64_t>(left.count(), 1000)))) continue;
-    const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (fd < 0) continue;
-    Hello hello{};
-    const bool heard = has_input(fd, 1000) && ::recv(fd, &hello, sizeof(hello), 0) == sizeof(hello);
-    if (!heard || hello.magic != kHelloMagic || hello.group_uid != group_uid || hello.rank <= rank_ ||
-        hello.rank >= num_ranks_ || fds_[hello.rank] >= 0) {
-      ::close(fd);  // a stranger
-      continue;
+    if (Clock::now() >= deadline || (!answered && Clock::now() - start > kNobodyListens))
+      throw Error("rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(peer) +
+                  ", which is on another machine, over TCP at " + endpoint.addresses + " port " +
+                  std::to_string(endpoint.port) + ": " + problem +
+                  "; DEEP_MOE_SOCKET_IFNAME names the interfaces by which machines reach each other");
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+bool ControlChannel::may_accept(int peer) const { return peer > rank_ && peer < num_ranks_ && expected_[peer]; }
+
+void ControlChannel::accept_local(std::uint64_t group_uid) {
+  const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0) return;
+  Hello hello{};
+  if (has_input(fd, 1000) && ::recv(fd, &hello, sizeof(hello), 0) == sizeof(hello) && hello.magic == kHelloMagic &&
+      hello.group_uid == group_uid && hello.to == rank_ && may_accept(hello.from))
+    return keep(hello.from, fd, false);
+  ::close(fd);  // a stranger
+}
+
+void ControlChannel::accept_remote(std::uint64_t group_uid) {
+  const int fd = ::accept4(listen_tcp_fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0) return;
+  set_tcp_options(fd);
+  Hello theirs{}, confirmed{};
+  if (receive_whole(fd, &theirs, sizeof(theirs), 1000) && theirs.magic == kHelloMagic &&
+      theirs.group_uid == group_uid && theirs.to == rank_ && may_accept(theirs.from)) {
+    const Hello mine{group_uid, rank_, theirs.from, kHelloMagic};
+    if (send_whole(fd, &mine, sizeof(mine)) && receive_whole(fd, &confirmed, sizeof(confirmed), kConfirmMs))
+      return keep(theirs.from, fd, true);
+  }
+  ::close(fd);  // a stranger, or one that has given up
+}
+
+void ControlChannel::connect(const std::vector<Route>& routes, std::uint64_t group_uid, double timeout_seconds) {
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds));
+  // Lower ranks are connected to, higher ranks are accepted: rank 0 accepts at once, so nobody waits in a circle.
+  for (int peer = rank_ + 1; peer < num_ranks_; ++peer) expected_[peer] = routes[peer].wanted;
+  for (int peer = 0; peer < rank_; ++peer) {
+    const Route& route = routes[peer];
+    if (!route.wanted) continue;
+    if (route.remote) {
+      connect_remote(peer, route.endpoint, group_uid, deadline);
+    } else {
+      connect_local(peer, route.name, group_uid);
     }
-    fds_[hello.rank] = fd;
-    close_in_child(fd);
-    --num_expected;
   }
-  for (int peer = 0; peer < num_ranks_; ++peer) {
-    if (fds_[peer] < 0) continue;
-    pid_fds_[peer] = peer_pid_fd(fds_[peer]);
-    if (pid_fds_[peer] >= 0) close_in_child(pid_fds_[peer]);
+  for (;;) {
+    const auto missing = std::find(expected_.begin(), expected_.end(), true);
+    if (missing == expected_.end()) break;
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    if (left.count() <= 0)
+      throw TimeoutError("rank " + std::to_string(rank_) + " waited for rank " +
+                         std::to_string(missing - expected_.begin()) + " to connect while the Buffer was made");
+    pollfd entries[] = {{listen_fd_, POLLIN, 0}, {listen_tcp_fd_, POLLIN, 0}};
+    if (::poll(entries, 2, static_cast<int>(std::min<std::int64_t>(left.count(), 1000))) <= 0) continue;
+    if (entries[0].revents != 0) accept_local(group_uid);
+    if (entries[1].revents != 0) accept_remote(group_uid);
   }
-  forget_close_in_child(listen_fd_);
-  ::close(listen_fd_);
-  listen_fd_ = -1;
+  for (int* fd : {&listen_fd_, &listen_tcp_fd_}) {
+    if (*fd < 0) continue;
+    forget_close_in_child(*fd);
+    ::close(*fd);
+    *fd = -1;
+  }
+}
+
+std::string ControlChannel::interface_name() const {
+  const auto first = std::find(remote_.begin(), remote_.end(), true);
+  return first == remote_.end() ? std::string() : interface_of(fds_[first - remote_.begin()]);
 }
 
 void ControlChannel::send_segment(int peer, const SegmentMessage& message) {
@@ -158,6 +249,11 @@ void ControlChannel::send_segment(int peer, const SegmentMessage& message) {
   const std::size_t num_text_bytes = std::min(message.text.size(), kMaxText);
   WireSegment wire{message.id, message.kind, message.bytes, has_fd, static_cast<std::uint32_t>(num_text_bytes), {}};
   std::memcpy(wire.text, message.text.data(), num_text_bytes);
+  if (remote_[peer]) {
+    if (has_fd) throw Error("a descriptor does not travel between machines");
+    send_whole(fds_[peer], &wire, kWireHead + num_text_bytes);  // a peer that is gone is found as below
+    return;
+  }
   iovec part{&wire, kWireHead + num_text_bytes};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr header{};
@@ -184,6 +280,19 @@ void ControlChannel::send_segment(int peer, const SegmentMessage& message) {
 
 bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* closed) {
   *closed = false;
+  if (remote_[peer]) {
+    for (;;) {
+      if (take_whole_message(peer, message)) return true;
+      char bytes[4096];
+      const ssize_t got = ::recv(fds_[peer], bytes, sizeof(bytes), MSG_DONTWAIT);
+      if (got > 0) {
+        received_[peer].append(bytes, static_cast<std::size_t>(got));
+        continue;
+      }
+      if (got == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) *closed = ended_[peer] = true;
+      return false;
+    }
+  }
   WireSegment wire{};
   iovec part{&wire, sizeof(wire)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -217,6 +326,21 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
   return true;
 }
 
+bool ControlChannel::take_whole_message(int peer, SegmentMessage* message) {
+  std::string& bytes = received_[peer];
+  WireSegment wire{};
+  if (bytes.size() < kWireHead) return false;
+  std::memcpy(&wire, bytes.data(), kWireHead);
+  if (wire.has_fd != 0 || wire.num_text_bytes > kMaxText)
+    throw Error("rank " + std::to_string(rank_) + " got a broken control message from rank " + std::to_string(peer));
+  const std::size_t whole = kWireHead + wire.num_text_bytes;
+  if (bytes.size() < whole) return false;
+  *message = {wire.id, static_cast<std::size_t>(wire.bytes), -1, wire.kind,
+              bytes.substr(kWireHead, wire.num_text_bytes)};
+  bytes.erase(0, whole);
+  return true;
+}
+
 bool ControlChannel::poll_peers(int extra_fd, int timeout_ms) const {
   std::vector<pollfd> entries;
   entries.reserve(fds_.size() + 1);
@@ -245,6 +369,7 @@ void ControlChannel::close() noexcept {
     fd = -1;
   };
   close_fd(listen_fd_);
+  close_fd(listen_tcp_fd_);
   for (int& fd : fds_) close_fd(fd);
   for (int& fd : pid_fds_) close_fd(fd);
 }

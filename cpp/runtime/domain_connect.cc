@@ -95,7 +95,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
   hello.protocol = kProtocolVersion;
   hello.uid = uid_;
   hello.process = process_uid();
-  hello.machine = machine_uid();
+  hello.machine = host_uid();
   hello.low_latency = options_.low_latency_mode;
   hello.shrink = options_.enable_shrink;
   std::size_t max_bytes = 0;
@@ -114,8 +114,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
   }
   const std::vector<Hello> all = gather(hello);
   if (own_error) std::rethrow_exception(own_error);
-  std::vector<std::string> names;
-  std::vector<bool> by_socket;
+  std::vector<ControlChannel::Route> routes;
   std::uint64_t group_uid = 0;
   int ranks_here = 0;
   std::vector<Placement> placements;
@@ -135,8 +134,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
                           std::to_string(rank_) + " and " + who);
     peers_[peer].uid = theirs.uid;
     peers_[peer].local = theirs.process == hello.process;
-    names.emplace_back(theirs.socket_name);
-    by_socket.push_back(!peers_[peer].local);
+    routes.push_back({.wanted = !peers_[peer].local, .remote = false, .name = theirs.socket_name, .endpoint = {}});
     group_uid = group_uid * 31 + theirs.uid;
     ++ranks_here;
     placements.push_back(theirs.placement);
@@ -153,7 +151,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
 
   Status status{};
   try {
-    channel_->connect(names, by_socket, group_uid, options_.timeout_seconds);
+    channel_->connect(routes, group_uid, options_.timeout_seconds);
     heap_ = std::make_shared<Heap>(
         max_bytes, [this](int id, const std::shared_ptr<Segment>& segment) { announce_segment(id, segment); });
     heap_->append_foreign(workspace_segment_);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <fstream>
 #include <random>
 #include <string>
@@ -27,6 +28,12 @@ void after_fork_in_child() {
   }
 }
 
+std::uint64_t hash_of(const std::string& text) {
+  std::uint64_t hash = layout::kFnvStart;
+  for (const char c : text) hash = layout::fnv_step(hash, static_cast<unsigned char>(c));
+  return hash;
+}
+
 struct Registration {
   Registration() { ::pthread_atfork(nullptr, nullptr, after_fork_in_child); }
 } registration;
@@ -45,13 +52,21 @@ std::uint64_t process_uid() {
   return first ^ (fork_count() << 48) ^ static_cast<std::uint64_t>(::getpid());
 }
 
+// Containers of one machine may have networks of their own, and machines that are copies of one may have the same boot.
 std::uint64_t machine_uid() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string text;
   std::getline(file, text);
-  std::uint64_t hash = layout::kFnvStart;
-  for (const char c : text) hash = layout::fnv_step(hash, static_cast<unsigned char>(c));
-  return hash;
+  char name[256] = {};
+  ::gethostname(name, sizeof(name) - 1);
+  char network[64] = {};
+  if (::readlink("/proc/self/ns/net", network, sizeof(network) - 1) < 0) network[0] = '\0';
+  return hash_of(text + " " + name + " " + network);
+}
+
+std::uint64_t host_uid() {
+  const char* name = std::getenv("DEEP_MOE_HOST_ID");
+  return name != nullptr && *name != '\0' ? hash_of(name) : machine_uid();
 }
 
 void close_in_child(int fd) {

@@ -27,7 +27,7 @@ std::string sizes_of(const std::vector<std::vector<int>>& nodes) {
 }  // namespace
 
 Placement placement_here() {
-  Placement placement{machine_uid(), 0};
+  Placement placement{host_uid(), 0};
   if (const char* name = std::getenv("DEEP_MOE_NODE"); name != nullptr && *name != '\0') {
     placement.host = layout::kFnvStart;
     for (; *name != '\0'; ++name) placement.host = layout::fnv_step(placement.host, static_cast<unsigned char>(*name));

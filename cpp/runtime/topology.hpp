@@ -11,7 +11,7 @@ struct Placement {
   std::uint64_t host = 0;        // equal for the ranks of one host
   std::int64_t local_ranks = 0;  // into how many ranks a node its host is cut; 0: not at all
 };
-// From DEEP_MOE_NODE (a name in place of the host's) and DEEP_MOE_LOCAL_RANKS. Throws ArgumentError.
+// From DEEP_MOE_NODE (a name in place of the host's), DEEP_MOE_HOST_ID and DEEP_MOE_LOCAL_RANKS. Throws ArgumentError.
 Placement placement_here();
 
 // N nodes of L ranks. Nodes are numbered in the order of their lowest ranks, and the ranks of a node ascend; ranks of

@@ -1,0 +1,355 @@
+// What hosts of several machines say to each other. Ranks are processes, or threads, of this machine, which speak TCP
+// where the test says that they are on different ones.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <random>
+
+#include <deep_moe/error.hpp>
+
+#include "runtime/control_channel.hpp"
+#include "runtime/poll.hpp"
+#include "runtime/process.hpp"
+#include "runtime/rank_talk.hpp"
+#include "runtime/topology.hpp"
+#include "support.hpp"
+
+using namespace deep_moe;
+using namespace deep_moe::test;
+
+namespace {
+
+struct Setting {
+  const char* name;
+  explicit Setting(const char* name_, const char* value) : name(name_) { ::setenv(name, value, 1); }
+  ~Setting() { ::unsetenv(name); }
+};
+
+// One rank, connected to all others.
+struct Rank {
+  using Change = std::function<void(std::vector<ControlChannel::Route>*)>;
+
+  Rank(const Bootstrap& bootstrap, const std::string& hosts, double timeout = 10.0, const Change& change = {})
+      : rank(bootstrap.rank), channel(bootstrap.rank, bootstrap.size) {
+    struct Hello {
+      char name[96];
+      Endpoint endpoint;
+      std::uint64_t uid, process;
+    } mine{};
+    std::memcpy(mine.name, channel.name().c_str(), channel.name().size() + 1);
+    mine.endpoint = channel.listen_to_machines();
+    mine.uid = random_uid();
+    mine.process = process_uid();
+    std::vector<Hello> all(static_cast<std::size_t>(bootstrap.size));
+    bootstrap.all_gather(&mine, all.data(), sizeof(Hello));
+    std::uint64_t group_uid = 0;
+    std::vector<ControlChannel::Route> routes;
+    RankTalk::Options options;
+    for (int peer = 0; peer < bootstrap.size; ++peer) {
+      const Hello& theirs = all[static_cast<std::size_t>(peer)];
+      group_uid = group_uid * 31 + theirs.uid;
+      const bool remote = hosts[static_cast<std::size_t>(peer)] != hosts[static_cast<std::size_t>(rank)];
+      // What is of no use on the way is not said.
+      routes.push_back({true, remote, remote ? "" : theirs.name, remote ? theirs.endpoint : Endpoint{}});
+      options.same_process.push_back(theirs.process == mine.process);
+    }
+    if (change) change(&routes);
+    channel.connect(routes, group_uid, timeout);
+    options.rank = rank;
+    options.num_ranks = bootstrap.size;
+    options.timeout_seconds = timeout;
+    options.other = [this](int peer, ControlChannel::SegmentMessage& message) { other.emplace_back(peer, message); };
+    options.lost = [this](int peer) { lost.push_back(peer); };
+    talk = std::make_unique<RankTalk>(channel, mutex, std::move(options));
+  }
+
+  const int rank;
+  std::recursive_mutex mutex;
+  ControlChannel channel;
+  std::unique_ptr<RankTalk> talk;
+  std::vector<std::pair<int, ControlChannel::SegmentMessage>> other;
+  std::vector<int> lost;
+};
+
+std::string text_of(int rank, int round) {
+  std::mt19937 random(static_cast<unsigned>(1000 * rank + round));
+  std::string text(random() % (ControlChannel::kMaxText + 1), ' ');
+  for (char& c : text) c = static_cast<char>(random());
+  return text;
+}
+
+void exchange_rounds(Rank& me, int num_ranks, int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    const std::uint64_t value = std::uint64_t{1} << 40 | static_cast<std::uint64_t>(100 * me.rank + round);
+    const auto all = me.talk->exchange("rounds", value, text_of(me.rank, round));
+    for (int peer = 0; peer < num_ranks; ++peer) {
+      const RankTalk::Said& said = all[static_cast<std::size_t>(peer)];
+      expect(said.value == (std::uint64_t{1} << 40 | static_cast<std::uint64_t>(100 * peer + round)) &&
+                 said.text == text_of(peer, round),
+             "what rank " + std::to_string(peer) + " says in round " + std::to_string(round));
+    }
+  }
+}
+
+double seconds_of(const std::function<void()>& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+int bound_to(const char* address, std::uint16_t port) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(port);
+  ::inet_pton(AF_INET, address, &to.sin_addr);
+  expect(::bind(fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)) == 0 && ::listen(fd, 16) == 0, "a listener");
+  return fd;
+}
+
+// Between a rank and the one that connects to it: passes on bytes in small pieces, at odd times.
+class Dribble {
+ public:
+  explicit Dribble(Endpoint* endpoint) : to_(*endpoint), listen_fd_(listen_tcp({"127.0.0.1"}, 16, endpoint)) {
+    thread_ = std::thread([this] { run(); });
+  }
+  ~Dribble() {
+    stop_ = true;
+    thread_.join();
+    ::close(listen_fd_);
+  }
+
+ private:
+  void run() {
+    std::mt19937 random(7);
+    while (!stop_) {
+      pollfd entry{listen_fd_, POLLIN, 0};
+      if (::poll(&entry, 1, 20) <= 0) continue;
+      const int ends[2] = {::accept(listen_fd_, nullptr, nullptr), connect_tcp("127.0.0.1", to_.port, 1000)};
+      for (bool open = true; open && !stop_;) {
+        pollfd both[2] = {{ends[0], POLLIN, 0}, {ends[1], POLLIN, 0}};
+        if (::poll(both, 2, 20) <= 0) continue;
+        for (int from = 0; from < 2 && open; ++from) {
+          if (both[from].revents == 0) continue;
+          char bytes[700];
+          const ssize_t got = ::recv(ends[from], bytes, 1 + random() % sizeof(bytes), 0);
+          open = got > 0 && send_whole(ends[1 - from], bytes, static_cast<std::size_t>(got));
+          if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 800));
+        }
+      }
+      for (const int fd : ends) ::close(fd);
+    }
+  }
+
+  const Endpoint to_;
+  const int listen_fd_;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+}  // namespace
+
+TEST_CASE("ranks of several machines exchange what they say, whichever is where") {
+  for (const std::string hosts : {"ab", "aabb", "abab", "abcd", "abca", "aabbccdd"}) {
+    for (const Form form : {Form::kProcesses, Form::kThreads}) {
+      CAPTURE(hosts);
+      const int ranks = static_cast<int>(hosts.size());
+      check_all(run_ranks(form, ranks, [&](const Bootstrap& bootstrap) {
+        Rank me(bootstrap, hosts);
+        for (int peer = 0; peer < ranks; ++peer)
+          expect(me.channel.is_remote(peer) ==
+                     (hosts[static_cast<std::size_t>(peer)] != hosts[static_cast<std::size_t>(me.rank)]),
+                 "TCP leads to other machines alone");
+        expect(!me.channel.interface_name().empty(), "an interface leads there");
+        exchange_rounds(me, ranks, 60);
+        me.talk->depart(true, {});
+      }));
+    }
+  }
+}
+
+TEST_CASE("messages come whole and in order, however the network cuts them") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    std::unique_ptr<Dribble> dribble;
+    Rank me(bootstrap, "ab", 20.0, [&](std::vector<ControlChannel::Route>* routes) {
+      if (bootstrap.rank == 1) dribble = std::make_unique<Dribble>(&(*routes)[0].endpoint);
+    });
+    constexpr int kMessages = 200;
+    for (int i = 0; i < kMessages; ++i)
+      me.talk->send(1 - me.rank, RankTalk::kOther + static_cast<unsigned>(i), i, std::uint64_t{1} << i % 64,
+                    text_of(me.rank, i));
+    exchange_rounds(me, 2, 20);
+    expect(me.other.size() == kMessages, "all messages have come");
+    for (int i = 0; i < kMessages; ++i) {
+      const auto& [peer, message] = me.other[static_cast<std::size_t>(i)];
+      expect(peer == 1 - me.rank && message.id == i && message.bytes == std::uint64_t{1} << i % 64 &&
+                 message.kind == RankTalk::kOther + static_cast<unsigned>(i) && message.text == text_of(peer, i),
+             "message " + std::to_string(i));
+    }
+    me.talk->depart(true, {});
+  }));
+}
+
+TEST_CASE("no descriptor travels between machines") {
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "ab");
+    expect_throw<Error>([&] { me.channel.send_segment(1 - me.rank, {.id = 1, .bytes = 1, .fd = 0, .kind = 99}); },
+                        "between machines");
+    exchange_rounds(me, 2, 2);
+  }));
+}
+
+TEST_CASE("addresses that lead nowhere, or to somebody else, are passed over") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    int stranger = -1;
+    Rank me(bootstrap, "ab", 20.0, [&](std::vector<ControlChannel::Route>* routes) {
+      if (bootstrap.rank != 1) return;
+      Endpoint& endpoint = (*routes)[0].endpoint;
+      stranger = bound_to("127.0.0.2", endpoint.port);  // takes the connection, and says nothing
+      std::strcpy(endpoint.addresses, "127.0.0.3 127.0.0.2 127.0.0.1");
+    });
+    exchange_rounds(me, 2, 3);
+    if (stranger >= 0) ::close(stranger);
+  }));
+}
+
+TEST_CASE("strangers are not let in") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    std::vector<int> strangers;
+    Rank me(bootstrap, "ab", 20.0, [&](std::vector<ControlChannel::Route>* routes) {
+      if (bootstrap.rank != 1) return;
+      for (const std::size_t bytes : {0, 5, 24, 4000}) {
+        strangers.push_back(connect_tcp("127.0.0.1", (*routes)[0].endpoint.port, 1000));
+        expect(strangers.back() >= 0, "it listens");
+        const std::string noise(bytes, 'x');
+        send_whole(strangers.back(), noise.data(), noise.size());
+      }
+    });
+    exchange_rounds(me, 2, 3);
+    for (const int fd : strangers) {
+      char byte;
+      expect(::recv(fd, &byte, 1, 0) <= 0, "a stranger hears nothing");
+      ::close(fd);
+    }
+  }));
+}
+
+TEST_CASE("a machine that cannot be reached is named, with what to set") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    const auto wrong = [](std::vector<ControlChannel::Route>* routes) {
+      std::strcpy((*routes)[0].endpoint.addresses, "127.0.0.9");  // nobody listens there
+    };
+    if (bootstrap.rank == 1) {
+      expect_throw<Error>([&] { Rank(bootstrap, "ab", 0.5, wrong); },
+                          "rank 1 cannot reach rank 0, which is on another machine, over TCP at 127.0.0.9");
+    } else {
+      expect_throw<TimeoutError>([&] { Rank(bootstrap, "ab", 0.8); }, "waited for rank 1 to connect");
+    }
+  }));
+}
+
+TEST_CASE("interfaces that are not there are named") {
+  const Setting wrong("DEEP_MOE_SOCKET_IFNAME", "lo,no-such-interface");
+  ControlChannel channel(0, 2);
+  const std::string text =
+      expect_throw<ArgumentError>([&] { channel.listen_to_machines(); }, "DEEP_MOE_SOCKET_IFNAME: got 'no-such-");
+  CHECK(text.find(" lo") != std::string::npos);
+}
+
+TEST_CASE("the end of a process on another machine is noticed") {
+  check_all(run_processes(4, [](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "aabb", 20.0);
+    exchange_rounds(me, 4, 3);
+    if (me.rank == 2) ::_exit(0);
+    const double seconds = seconds_of([&] {
+      const std::string text =
+          expect_throw<PeerLostError>([&] { me.talk->exchange("after", 0, ""); }, "rank 2 has ended");
+      expect((text.find("its machine cannot be reached") != std::string::npos) == (me.rank < 2), text);
+    });
+    expect(seconds < 5.0, "at once");
+    expect(std::count(me.lost.begin(), me.lost.end(), 2) == 1, "the owner is told, once");
+  }));
+}
+
+TEST_CASE("who has destroyed its Buffer says why, also to other machines") {
+  check_all(run_processes(3, [](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "abb", 20.0);
+    exchange_rounds(me, 3, 2);
+    if (me.rank == 0) return me.talk->depart(true, "it had enough");
+    expect_throw<PeerLostError>([&] { me.talk->exchange("after", 0, ""); },
+                                "rank 0 has destroyed its Buffer, which had failed (it had enough), while");
+    expect(std::count(me.lost.begin(), me.lost.end(), 0) == 1, "idle: kernels are told");
+    me.talk->depart(false, {});
+  }));
+}
+
+TEST_CASE("a rank that does not come is waited for as long as said, and all agree on a reset") {
+  for (const Form form : {Form::kProcesses, Form::kThreads}) {
+    check_all(run_ranks(form, 4, [](const Bootstrap& bootstrap) {
+      Rank me(bootstrap, "abab", 0.4);
+      exchange_rounds(me, 4, 2);
+      // Rank r comes to r more rounds, and only rank 3 to the third of them.
+      for (int round = 0; round < me.rank; ++round)
+        expect_throw<TimeoutError>([&] { me.talk->exchange("not all", 1, "left behind"); }, "in not all");
+      std::uint64_t masked = 0;
+      int looked = 0;
+      if (me.rank == 1)
+        expect_throw<TimeoutError>(
+            [&] { me.talk->exchange_in_call("in a call", 8, 2, "", [&](int) { ++looked; }, &masked, false); },
+            "in in a call");
+      expect(me.rank != 1 || looked > 2, "looks at who is missing");
+      bootstrap.all_gather(&masked, std::vector<std::uint64_t>(4).data(), sizeof(masked));
+
+      me.talk->want_reset(static_cast<std::uint64_t>(10 + me.rank));
+      const RankTalk::Reset target = me.talk->agree_on_reset();
+      expect(target.generation == 1 && target.epoch == 13 && target.round == 5, "where all go");
+      me.talk->reset_reached(target.generation);
+      exchange_rounds(me, 4, 5);
+      const auto said = me.talk->exchange_in_call(
+          "in a call", 8, static_cast<std::uint64_t>(me.rank), "now", [](int) {}, &masked, false);
+      for (int peer = 0; peer < 4; ++peer)
+        expect(said[static_cast<std::size_t>(peer)].value == static_cast<std::uint64_t>(peer) &&
+                   said[static_cast<std::size_t>(peer)].text == "now",
+               "nothing from before the reset");
+      me.talk->depart(true, {});
+    }));
+  }
+}
+
+TEST_CASE("silent ranks of other machines are masked in a call that allows it") {
+  check_all(run_processes(3, [](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "abc", 0.4);
+    exchange_rounds(me, 3, 1);
+    std::uint64_t masked = 0;
+    if (me.rank != 1) {
+      const auto said = me.talk->exchange_in_call("in a call", 2, 5, "", [](int) {}, &masked, true);
+      expect(masked == 2 && said[static_cast<std::size_t>(2 - me.rank)].value == 5, "the others are heard");
+    }
+    bootstrap.all_gather(&masked, std::vector<std::uint64_t>(3).data(), sizeof(masked));
+  }));
+}
+
+TEST_CASE("a host is what DEEP_MOE_HOST_ID says, and its node unless DEEP_MOE_NODE says more") {
+  const std::uint64_t here = host_uid();
+  CHECK(here == machine_uid());
+  CHECK(placement_here().host == here);
+  const Setting host("DEEP_MOE_HOST_ID", "one");
+  const std::uint64_t one = host_uid();
+  CHECK(one != here);
+  CHECK(machine_uid() == here);
+  CHECK(placement_here().host == one);
+  ::setenv("DEEP_MOE_HOST_ID", "two", 1);
+  CHECK(host_uid() != one);
+  const Setting node("DEEP_MOE_NODE", "rack");
+  CHECK(placement_here().host != host_uid());
+}
