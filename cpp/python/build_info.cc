@@ -1,5 +1,6 @@
 // What this build is. The facts come in as compile definitions.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 
@@ -8,6 +9,7 @@
 
 #include "bindings.hpp"
 #include "runtime/network.hpp"
+#include "runtime/tcp.hpp"
 
 #ifndef DEEP_MOE_CUDA_COMPILED
 #define DEEP_MOE_CUDA_COMPILED 0
@@ -89,6 +91,9 @@ void register_build_info(nb::module_& m) {
   m.def("network_status", network, nb::sig("def network_status() -> dict[str, str]"),
         "Loads the plug-in for exchanges between nodes, once: path, problem (empty where it serves), built_against,\n"
         "library (versions of NVSHMEM).");
+  m.def("own_addresses", own_addresses, nb::sig("def own_addresses() -> list[str]"),
+        "Where ranks of other machines reach this one's: of the interfaces that DEEP_MOE_SOCKET_IFNAME names, else of\n"
+        "all that are up, those first that are likely to serve.");
 }
 
 }  // namespace deep_moe::python

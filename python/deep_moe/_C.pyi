@@ -106,6 +106,12 @@ def network_status() -> dict[str, str]:
     library (versions of NVSHMEM).
     """
 
+def own_addresses() -> list[str]:
+    """
+    Where ranks of other machines reach this one's: of the interfaces that DEEP_MOE_SOCKET_IFNAME names, else of
+    all that are up, those first that are likely to serve.
+    """
+
 class Buffer:
     """One rank's end of the exchange; deep_moe.Buffer wraps it."""
 

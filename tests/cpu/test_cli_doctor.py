@@ -180,6 +180,42 @@ def test_settings_of_nodes_and_of_nvshmem_are_shown(monkeypatch: pytest.MonkeyPa
     assert lines["network part"].mark == "missing" and "CUDA variant" in lines["network part"].advice
 
 
+@pytest.mark.parametrize(
+    ("environment", "nic", "says"),
+    [
+        ({}, False, "refused: no RDMA device"),
+        ({}, True, "between machines NVSHMEM, a proxy thread"),
+        ({"NVSHMEM_IB_ENABLE_IBGDA": "1"}, True, "IBGDA"),
+        ({"NVSHMEM_REMOTE_TRANSPORT": "libfabric"}, False, "NVSHMEM by libfabric"),
+        ({"DEEP_MOE_NETWORK": "nvshmem"}, True, "on one machine NVSHMEM"),
+        ({"DEEP_MOE_NETWORK": "mapped"}, True, "only on one machine"),
+    ],
+)
+def test_what_nodes_would_exchange_over_is_shown(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], nic: bool, says: str
+) -> None:
+    for name in ("DEEP_MOE_NETWORK", "NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert says in network.find_choice(nic).text
+
+
+def test_addresses_of_this_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.find_addresses().mark == "ok" and "all interfaces" in network.find_addresses().text
+    monkeypatch.setenv("DEEP_MOE_SOCKET_IFNAME", "lo")
+    assert network.find_addresses().text.startswith("127.0.0.1 (DEEP_MOE_SOCKET_IFNAME)")
+    monkeypatch.setenv("DEEP_MOE_SOCKET_IFNAME", "none0")
+    wrong = network.find_addresses()
+    assert wrong.mark == "missing" and "none0" in wrong.text and " lo" in wrong.text
+
+
+def test_a_machine_that_is_another_by_name_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEP_MOE_HOST_ID", "b")
+    (line,) = network.find_nodes()
+    assert (line.mark, "DEEP_MOE_HOST_ID=b" in line.text) == ("warning", True)
+
+
 STATUS = "from deep_moe import _network; print(_network.status()['problem'])"
 
 

@@ -75,6 +75,14 @@ def test_uneven_nodes_are_refused_everywhere() -> None:
     all_raise(tried, "equally many", r"nodes of 3, 1\b")
 
 
+def test_machines_are_refused_on_the_cpu() -> None:
+    """With DEEP_MOE_HOST_ID ranks share nothing with those of another name."""
+    tried = outcomes(4, lambda rank: {"DEEP_MOE_HOST_ID": "ab"[rank // 2]})
+    for rank, one in enumerate(tried):
+        one.must_be(deep_moe.Error, "one machine only", *words(rank, 0 if rank > 1 else 2))
+    assert all(one.error is None for one in outcomes(2, lambda rank: {"DEEP_MOE_HOST_ID": "same"}))
+
+
 @pytest.mark.parametrize("order", ["abab", "abba", "baab"])
 def test_ranks_in_any_order_over_the_nodes(order: str, form: str = "process") -> None:
     """Not node after node: tables say who is where. Sums follow the nodes."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe import _network, reference
+from deep_moe import reference
 
 from ..cpu import test_nodes as on_cpus
 from ..cpu import test_nodes_life as life
@@ -31,11 +31,6 @@ pytestmark = pytest.mark.gpus(1)
 
 THREADS = "gpu thread"
 FOUR = Gpu("thread", 4)
-NVSHMEM = [World(2, 1), World(2, 2), World(4, 1), World(2, 4), World(4, 2), World(8, 1)]
-
-
-def over_nvshmem(world: World) -> Gpu:
-    return Gpu("process", world.ranks, (("DEEP_MOE_NETWORK", "nvshmem"),), exact=True)
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -50,25 +45,6 @@ def test_high_throughput(case: Case, world: World) -> None:
 def test_high_throughput_between_processes(case: Case, world: World) -> None:
     case = world.case(case)
     run(world.program(high_throughput(case)), case.ranks, "gpu process")
-
-
-needs_nvshmem = pytest.mark.skipif(bool(_network.status()["problem"]), reason=_network.status()["problem"])
-
-
-@needs_nvshmem
-@pytest.mark.parametrize("world", NVSHMEM, ids=str)
-@pytest.mark.parametrize("case", HIGH_THROUGHPUT[::10], ids=str)
-def test_over_nvshmem(case: Case, world: World) -> None:
-    """Buffers one after the other, which take the same memory of NVSHMEM."""
-    over_nvshmem(world).run_program(world.program(high_throughput(world.case(case))))
-
-
-@needs_nvshmem
-@pytest.mark.parametrize("model", MODELS[:2], ids=lambda model: model["name"])
-def test_models_over_nvshmem(model: dict[str, Any]) -> None:
-    given = model_inputs(model, TOKENS[: SQUARE.ranks])
-    calls = [Dispatch(given), Combine(0), Dispatch(given, path="fused"), Combine(2, seed=1)]
-    over_nvshmem(SQUARE).run_program(SQUARE.program(Program(calls)))
 
 
 @pytest.mark.parametrize("world", [SQUARE], ids=str)

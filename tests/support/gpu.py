@@ -90,7 +90,7 @@ def on_stream(comm: Any, rank: int, work: tuple[Job, Any]) -> Any:
 
 
 def run_program_on_rank(comm: Any, rank: int, program: Program) -> Any:
-    with cut_into_nodes(comm, program.local_ranks):
+    with cut_into_nodes(comm, program.local_ranks, program.machines):
         buffers = [options.make(comm) for options in program.buffers]
     assert all(buffer.device.type == "cuda" for buffer in buffers)
     try:

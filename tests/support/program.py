@@ -109,6 +109,7 @@ class Program:
     buffers: Sequence[BufferOptions] = (BufferOptions(),)
     newest_hook_first: bool = False  # in which order the hooks left over at the end are called
     local_ranks: int = 0  # ranks of a node; 0: all ranks are on one
+    machines: bool = False  # nodes are on machines of their own
 
     def only(self, rank: int) -> Program:
         return replace(self, calls=[call.only(rank) for call in self.calls])
@@ -127,23 +128,29 @@ class Expected(list[Any]):
 
 
 @contextlib.contextmanager
-def cut_into_nodes(comm: Any, local_ranks: int) -> Iterator[None]:
-    """Buffers made in here see nodes of so many ranks. Ranks may be threads, which share an environment."""
+def cut_into_nodes(comm: Any, local_ranks: int, machines: bool = False) -> Iterator[None]:
+    """Buffers made in here see nodes of so many ranks. Ranks may be threads, which share an environment.
+
+    With `machines`, for processes: each node is on another machine in earnest.
+    """
     if not local_ranks:
         yield
         return
+    name, value = "DEEP_MOE_LOCAL_RANKS", str(local_ranks)
+    if machines:
+        name, value = "DEEP_MOE_HOST_ID", f"host {comm.Get_rank() // local_ranks}"
     comm.allgather(None)
-    os.environ["DEEP_MOE_LOCAL_RANKS"] = str(local_ranks)
+    os.environ[name] = value
     comm.allgather(None)
     try:
         yield
         comm.allgather(None)
     finally:
-        os.environ.pop("DEEP_MOE_LOCAL_RANKS", None)
+        os.environ.pop(name, None)
 
 
 def run_on_rank(comm: Any, rank: int, program: Program) -> list[dict[str, Any]]:
-    with cut_into_nodes(comm, program.local_ranks):
+    with cut_into_nodes(comm, program.local_ranks, program.machines):
         buffers = [options.make(comm) for options in program.buffers]
     try:
         return execute(program, rank, buffers)

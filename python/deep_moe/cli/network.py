@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from .. import _network
+from .. import _C, _network
 from .findings import Finding
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -16,10 +16,10 @@ PEER_MEMORY = Path("/sys/module/nvidia_peermem")
 
 def find_network(info: dict[str, Any]) -> list[Finding]:
     """Describes the plug-in, how ranks would be put on nodes, the NICs and the settings that count."""
-    findings = [find_plugin(info), *find_nodes()]
     nics = find_nics()
-    findings += nics
-    if any(finding.mark == "ok" for finding in nics):
+    active = any(finding.mark == "ok" for finding in nics)
+    findings = [find_plugin(info), *find_nodes(), find_choice(active), find_addresses(), *nics]
+    if active:
         findings += find_paths()
     return [*findings, find_settings()]
 
@@ -43,11 +43,48 @@ def find_nodes() -> list[Finding]:
     for name, what in (
         ("DEEP_MOE_LOCAL_RANKS", "cuts the ranks of a host into nodes of so many"),
         ("DEEP_MOE_NODE", "is the node of ranks with this environment, in place of their host"),
+        ("DEEP_MOE_HOST_ID", "is their machine: ranks with another one are reached by the network alone"),
     ):
         if value := os.environ.get(name):
             advice = f"unset {name} where hosts are the nodes"
             findings.append(Finding("warning", "nodes", f"{name}={value} {what}", advice))
     return findings
+
+
+def find_choice(active_nic: bool) -> Finding:
+    """What GPU Buffers on several nodes would take, as the environment is."""
+    asked = os.environ.get("DEEP_MOE_NETWORK", "")
+    transport = os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
+    if asked == "mapped":
+        return Finding(
+            "ok", "between nodes", "memory that all ranks map; only on one machine (DEEP_MOE_NETWORK)"
+        )
+    here = "NVSHMEM, GPU to GPU" if asked == "nvshmem" else "memory that all ranks map"
+    ibgda = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "0") not in ("", "0", "false")
+    if transport:
+        there = f"NVSHMEM by {transport}"
+    elif not active_nic:
+        text = f"on one machine {here}; several machines would be refused: no RDMA device here"
+        return Finding("ok", "between nodes", text)
+    else:
+        there = "NVSHMEM, " + (
+            "GPUs ring the NICs (IBGDA)" if ibgda else "a proxy thread rings the NICs (IBRC)"
+        )
+    return Finding("ok", "between nodes", f"on one machine {here}; between machines {there}")
+
+
+def find_addresses() -> Finding:
+    """Where ranks of other machines would look for those of this one."""
+    try:
+        addresses = _C.own_addresses()
+    except ValueError as error:
+        return Finding(
+            "missing", "addresses", str(error), "the name of an interface that is up (ip -br address)"
+        )
+    chosen = "DEEP_MOE_SOCKET_IFNAME" if os.environ.get("DEEP_MOE_SOCKET_IFNAME") else "all interfaces"
+    return Finding(
+        "ok", "addresses", f"{', '.join(addresses)} ({chosen}): where other machines reach ranks here"
+    )
 
 
 def _read(path: Path) -> str:
