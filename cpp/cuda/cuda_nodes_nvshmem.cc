@@ -50,17 +50,14 @@ constexpr const char* kInterface = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME";
 constexpr const char* kTransport = "NVSHMEM_REMOTE_TRANSPORT";
 
 // On one machine a network card is not needed, and none is looked for. Between machines NVSHMEM finds the cards itself,
-// and posts by a thread of its own (docs/network.md).
+// and posts by a thread of its own (docs/network.md). It starts over the interface by which the hosts speak.
 Settings defaults(const NetworkPlace& place, std::size_t bytes) {
   Settings settings = {{"NVSHMEM_IB_ENABLE_IBGDA", "0"},
                        {"NVSHMEM_DISABLE_NVLS", "1"},
                        {"NVSHMEM_SYMMETRIC_SIZE", std::to_string(4 * bytes + (std::size_t{64} << 20))}};
-  if (place.one_machine) {
-    settings.push_back({kTransport, "none"});
-    settings.push_back({kInterface, "lo"});
-  } else if (!place.interface_name.empty()) {
-    settings.push_back({kInterface, place.interface_name});
-  }
+  if (place.one_machine) settings.push_back({kTransport, "none"});
+  if (place.one_machine || !place.interface_name.empty())
+    settings.push_back({kInterface, place.interface_name.empty() ? "lo" : place.interface_name});
   return settings;
 }
 

@@ -41,6 +41,7 @@ INTERNAL = (
     " named its segment ",
     "dispatch: the heap has grown, and has no room yet",
     "a broken control message",
+    "a descriptor does not travel between machines",
     "it has been freed",
     "its number is out of range",
     " sent an unknown control message",

@@ -37,7 +37,7 @@ from .test_crashes import until_it_fails
 pytestmark = pytest.mark.gpus(1)
 
 WORLDS = [World(2, 1), SQUARE, World(4, 1), World(2, 4), World(4, 2), World(8, 1)]
-FOUR = over_nvshmem(4)
+FOUR = Gpu("process", 4, exact=True)  # on two machines that is the network without being asked for
 GIVEN = Case("given", (60, 50, 40, 30), topk=6).inputs()
 
 
@@ -238,7 +238,8 @@ def test_a_destroyed_buffer_is_heard_of_on_all_machines() -> None:
     assert FOUR.run(job_destroy)[3].error is not None  # and the next Buffer takes the same memory
 
 
-def test_a_killed_rank_is_named_on_all_machines(shared_memory: None) -> None:
+def test_a_killed_rank_is_named_on_all_machines() -> None:
+    """(What lies in /dev/shm is not looked at: NVSHMEM and the driver leave files of their own there.)"""
     with Flag() as started:
 
         def rank_main(comm: Any, rank: int) -> Any:
