@@ -197,6 +197,30 @@ TEST_CASE("messages come whole and in order, however the network cuts them") {
   }));
 }
 
+TEST_CASE("another thread may take the messages meanwhile") {
+  for (const Form form : {Form::kProcesses, Form::kThreads}) {
+    check_all(run_ranks(form, 4, [](const Bootstrap& bootstrap) {
+      Rank me(bootstrap, "aabb");
+      std::atomic<bool> stop{false};
+      std::thread attendant([&] {
+        while (!stop) {
+          if (me.channel.readable()) me.talk->take_messages();
+          std::this_thread::yield();
+        }
+      });
+      for (int i = 0; i < 40; ++i) me.talk->send_all(RankTalk::kOther, i, 1, "for the owner");
+      exchange_rounds(me, 4, 60);
+      stop = true;
+      attendant.join();
+      expect(me.other.size() == 3 * 40, "each message once");
+      std::vector<int> next(4, 0);
+      for (const auto& [peer, message] : me.other)
+        expect(message.id == next[static_cast<std::size_t>(peer)]++, "in the order in which it was sent");
+      me.talk->depart(true, {});
+    }));
+  }
+}
+
 TEST_CASE("no descriptor travels between machines") {
   check_all(run_processes(2, [](const Bootstrap& bootstrap) {
     Rank me(bootstrap, "ab");
@@ -233,6 +257,8 @@ TEST_CASE("strangers are not let in") {
         const std::string noise(bytes, 'x');
         send_whole(strangers.back(), noise.data(), noise.size());
       }
+      ControlChannel of_another_group(1, 2);
+      expect_throw<Error>([&] { of_another_group.connect(*routes, 42, 6.0); }, "cannot reach rank 0");
     });
     exchange_rounds(me, 2, 3);
     for (const int fd : strangers) {
