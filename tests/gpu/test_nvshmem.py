@@ -60,7 +60,7 @@ def good(results: Any, ranks: int = 4) -> None:
 
 # ---- rows ----
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("case", HIGH_THROUGHPUT[::10], ids=str)
+@pytest.mark.parametrize("case", HIGH_THROUGHPUT[::20], ids=str)
 def test_nodes_of_one_machine(case: Case, world: World) -> None:
     """Buffers one after the other, which take the same memory of NVSHMEM."""
     over_nvshmem(world.ranks).run_program(world.program(high_throughput(world.case(case))))
@@ -73,7 +73,7 @@ def test_two_machines(case: Case) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("case", HIGH_THROUGHPUT[4::10], ids=str)
+@pytest.mark.parametrize("case", HIGH_THROUGHPUT[4::20], ids=str)
 def test_machines(case: Case, world: World) -> None:
     program = replace(world.program(high_throughput(world.case(case))), machines=True)
     over_nvshmem(world.ranks).run_program(program)
