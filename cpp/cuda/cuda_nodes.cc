@@ -99,13 +99,13 @@ void Nodes::connect(const std::vector<char*>& shared, const HostWords& words, st
   domain_.node.timeout_ns = timeout_ns;
 }
 
-std::uint64_t Nodes::lost_bits(std::uint64_t ranks) const {
+std::uint64_t Nodes::lost_bits(std::uint64_t ranks, std::uint64_t dead) const {
   std::uint64_t bits = 0;
   for (int rank = 0; rank < domain_.num_ranks(); ++rank) {
     if ((ranks >> rank & 1) == 0) continue;
     const int local = topology_.local_of(rank);
     if (topology_.node_of(rank) != domain_.own_node) {
-      if (local == domain_.node.rank) bits |= std::uint64_t{1} << domain_.in_errors(rank);
+      if (local == domain_.node.rank || (dead >> rank & 1) != 0) bits |= std::uint64_t{1} << domain_.in_errors(rank);
       continue;
     }
     bits |= std::uint64_t{1} << local;

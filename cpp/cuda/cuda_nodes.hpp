@@ -46,8 +46,9 @@ class Nodes {
   char* host_words() const { return host_; }
   layout::NotifyState& state() const { return domain().words.state(domain().workspaces[domain().rank]); }
   // In lost_peers of this node's words, for ranks of the group that are lost: themselves where kernels wait for them,
-  // and those whose calls a lost mate would have passed on.
-  std::uint64_t lost_bits(std::uint64_t ranks) const;
+  // and those whose calls a lost mate would have passed on. Calls of a rank on another rail may be on their way here
+  // yet through a mate, so it counts only where it is `dead` too.
+  std::uint64_t lost_bits(std::uint64_t ranks, std::uint64_t dead) const;
   // The rank of the group that an error of these kernels blames.
   int blamed(const layout::ErrorRecord& error) const;
 

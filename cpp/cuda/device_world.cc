@@ -68,7 +68,7 @@ void DeviceWorld::start_talk() {
   options.interrupt_check = options_.interrupt_check;
   for (const Peer& peer : peers_) options.same_process.push_back(peer.local);
   options.other = [this](int peer, ControlChannel::SegmentMessage& message) { take_message(peer, message); };
-  options.lost = [this](int peer) { tell_kernels_of_loss(peer); };
+  options.lost = [this](int peer, bool dead) { tell_kernels_of_loss(peer, dead); };
   talk_ = std::make_unique<RankTalk>(*channel_, mutex_, std::move(options));
 }
 
@@ -154,8 +154,9 @@ void DeviceWorld::check_attendant() {
 }
 
 // Kernels that wait for it leave, once they have looked again at what it wrote last.
-void DeviceWorld::tell_kernels_of_loss(int peer) {
+void DeviceWorld::tell_kernels_of_loss(int peer, bool dead) {
   const std::uint64_t bit = std::uint64_t{1} << peer;
+  if (dead) dead_peers_ |= bit;
   if ((lost_peers_ & bit) != 0) return;
   lost_peers_ |= bit;
   send_lost_peers();
@@ -165,7 +166,7 @@ void DeviceWorld::send_lost_peers() {
   word_mirror_[kMirrorLost] = lost_peers_;
   copy_to_device(&domain_.words.state(workspace_->base()).lost_peers, &word_mirror_[kMirrorLost], sizeof(lost_peers_));
   if (!nodes_ || nodes_->host_words() == nullptr) return;
-  word_mirror_[kMirrorNodesLost] = nodes_->lost_bits(lost_peers_);
+  word_mirror_[kMirrorNodesLost] = nodes_->lost_bits(lost_peers_, dead_peers_);
   copy_to_device(&nodes_->state().lost_peers, &word_mirror_[kMirrorNodesLost], sizeof(lost_peers_));
 }
 

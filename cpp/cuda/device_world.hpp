@@ -146,7 +146,7 @@ class DeviceWorld {
   void announce_segment(int id, const std::shared_ptr<Segment>& segment);
   void start_talk();
   void attend() noexcept;
-  void tell_kernels_of_loss(int peer);
+  void tell_kernels_of_loss(int peer, bool dead);
   void send_lost_peers();
   void copy_to_device(void* device, const void* mirror, std::size_t bytes);
   void copy_from_device(void* mirror, const void* device, std::size_t bytes);
@@ -186,7 +186,7 @@ class DeviceWorld {
   char** table_mirror_ = nullptr;
   std::uint64_t* word_mirror_ = nullptr;  // pinned: lost peers, 1, the epoch read from the device
   layout::Announce* announce_mirror_ = nullptr;
-  std::uint64_t lost_peers_ = 0;
+  std::uint64_t lost_peers_ = 0, dead_peers_ = 0;
   std::exception_ptr attendant_failure_;
   std::unique_ptr<Attendant> attendant_;  // last: it uses all of the above
 };

@@ -38,7 +38,7 @@ void RankTalk::take_message(int peer, ControlChannel::SegmentMessage& message) {
     case kDeparted:
       entry.departed = true;
       entry.failure = message.text;
-      if (message.bytes == 1) options_.lost(peer);
+      if (message.bytes == 1) options_.lost(peer, !message.text.empty());
       break;
     default:
       if (message.kind < kOther) throw Error("rank " + std::to_string(peer) + " sent an unknown control message");
@@ -55,7 +55,7 @@ void RankTalk::take_messages() {
     bool closed = false;
     while (channel_.receive_segment(peer, &message, &closed)) take_message(peer, message);
     entry.closed = closed;
-    if (closed && !entry.departed) options_.lost(peer);
+    if (closed && !entry.departed) options_.lost(peer, true);
   }
 }
 

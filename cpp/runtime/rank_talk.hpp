@@ -30,9 +30,10 @@ class RankTalk {
     double timeout_seconds = 100.0;         // of every wait
     std::function<void()> interrupt_check;  // about every 50 ms of a wait; may throw
     std::vector<bool> same_process;         // by rank: no process whose end could be noticed
-    // Under the lock: messages of the owner's kinds; a rank of which no word comes any more.
+    // Under the lock: messages of the owner's kinds; a rank of which no word comes any more, and `dead` where it has
+    // perhaps left calls undone (its process has ended, or its Buffer had failed).
     std::function<void(int peer, ControlChannel::SegmentMessage& message)> other;
-    std::function<void(int peer)> lost;
+    std::function<void(int peer, bool dead)> lost;
   };
   struct Said {
     std::uint64_t value = 0;

@@ -65,7 +65,7 @@ struct Rank {
     options.num_ranks = bootstrap.size;
     options.timeout_seconds = timeout;
     options.other = [this](int peer, ControlChannel::SegmentMessage& message) { other.emplace_back(peer, message); };
-    options.lost = [this](int peer) { lost.push_back(peer); };
+    options.lost = [this](int peer, bool dead) { lost.emplace_back(peer, dead); };
     talk = std::make_unique<RankTalk>(channel, mutex, std::move(options));
   }
 
@@ -74,7 +74,7 @@ struct Rank {
   ControlChannel channel;
   std::unique_ptr<RankTalk> talk;
   std::vector<std::pair<int, ControlChannel::SegmentMessage>> other;
-  std::vector<int> lost;
+  std::vector<std::pair<int, bool>> lost;
 };
 
 std::string text_of(int rank, int round) {
@@ -306,7 +306,7 @@ TEST_CASE("the end of a process on another machine is noticed") {
       expect((text.find("its machine cannot be reached") != std::string::npos) == (me.rank < 2), text);
     });
     expect(seconds < 5.0, "at once");
-    expect(std::count(me.lost.begin(), me.lost.end(), 2) == 1, "the owner is told, once");
+    expect(std::count(me.lost.begin(), me.lost.end(), std::pair(2, true)) == 1, "the owner is told, once");
   }));
 }
 
@@ -317,8 +317,11 @@ TEST_CASE("who has destroyed its Buffer says why, also to other machines") {
     if (me.rank == 0) return me.talk->depart(true, "it had enough");
     expect_throw<PeerLostError>([&] { me.talk->exchange("after", 0, ""); },
                                 "rank 0 has destroyed its Buffer, which had failed (it had enough), while");
-    expect(std::count(me.lost.begin(), me.lost.end(), 0) == 1, "idle: kernels are told");
-    me.talk->depart(false, {});
+    expect(std::count(me.lost.begin(), me.lost.end(), std::pair(0, true)) == 1, "idle: kernels are told");
+    if (me.rank == 1) return me.talk->depart(true, {});
+    expect_throw<PeerLostError>([&] { me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); }); },
+                                "rank 1 has destroyed its Buffer while");
+    expect(std::count(me.lost.begin(), me.lost.end(), std::pair(1, false)) == 1, "it has left nothing undone");
   }));
 }
 

@@ -243,7 +243,7 @@ def test_a_killed_rank_is_named_on_all_machines() -> None:
     with Flag() as started:
 
         def rank_main(comm: Any, rank: int) -> Any:
-            buffer = across(comm, timeout=6.0)
+            buffer = across(comm, timeout=20)
             fused(buffer, GIVEN)
             torch.cuda.current_stream().synchronize()
             started.up()
@@ -262,7 +262,7 @@ def test_a_killed_rank_is_named_on_all_machines() -> None:
     for rank, outcome in enumerate(outcomes[:3]):
         assert outcome.error is None, f"rank {rank}: {outcome}"
         tried, failed_at = outcome.value
-        assert isinstance(tried.error, (deep_moe.PeerLostError, deep_moe.DeepMoeTimeoutError)), tried
+        assert isinstance(tried.error, deep_moe.PeerLostError), tried
         assert failed_at - killed_at < 8.0
 
 
