@@ -28,7 +28,7 @@ class LowRanks {
     }
     sync_gpus();
   }
-  ~LowRanks() {
+  virtual ~LowRanks() {
     for (char* memory : allocated_) cudaFree(memory);
   }
   LowRanks(const LowRanks&) = delete;
@@ -43,12 +43,18 @@ class LowRanks {
   }
   void clear(int r) { used_[r] = 0; }
   void sync(int r) { wait_for(world.rank(r).stream); }
+  virtual void dispatch(int r, const kernels::LowLatencyDispatchArgs& args) {
+    kernels::low_latency_dispatch(world.rank(r).domain, args, world.rank(r).stream);
+  }
+  virtual void combine(int r, const kernels::LowLatencyCombineArgs& args) {
+    kernels::low_latency_combine(world.rank(r).domain, args, world.rank(r).stream);
+  }
 
   World world;
   kernels::LowLatencyStaging staging;
 
- private:
-  char* allocate(int r, std::int64_t bytes) {
+ protected:
+  char* allocate(int r, std::int64_t bytes) {  // zeroed
     const OnGpuOf on(r);
     void* memory = nullptr;
     cuda(cudaMalloc(&memory, static_cast<std::size_t>(bytes)));
@@ -56,6 +62,8 @@ class LowRanks {
     allocated_.push_back(static_cast<char*>(memory));
     return allocated_.back();
   }
+
+ private:
   std::int64_t arena_bytes_;
   std::vector<std::int64_t> used_;
   std::vector<char*> arenas_, allocated_;
@@ -112,12 +120,8 @@ class LowCall {
     upload();
   }
 
-  void launch_dispatch(kernels::LowLatencyHalf half) {
-    kernels::low_latency_dispatch(domain(), dispatch_args(half), stream());
-  }
-  void launch_combine(kernels::LowLatencyHalf half) {
-    kernels::low_latency_combine(domain(), combine_args(half), stream());
-  }
+  void launch_dispatch(kernels::LowLatencyHalf half) { ranks_.dispatch(r_, dispatch_args(half)); }
+  void launch_combine(kernels::LowLatencyHalf half) { ranks_.combine(r_, combine_args(half)); }
   void dispatch() {
     using kernels::LowLatencyHalf;
     if (!mode_.halves) return launch_dispatch(LowLatencyHalf::kBoth);

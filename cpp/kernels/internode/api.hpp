@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/api.hpp"
+#include "layout/direct_words.hpp"
 #include "layout/rail_words.hpp"
 
 namespace deep_moe::kernels::internode {
@@ -114,6 +115,33 @@ struct CombineArgs {
   float* combined_topk_weights = nullptr;
 };
 void combine(const RailDomain& domain, const MappedBlocks& network, const CombineArgs& args, Stream stream);
+
+// ---- Low latency, every rank to every other (P1 to P5); the arguments are those of one node. A call is two launches,
+// its halves, also where the caller asks for both at once: call.epoch is always needed. Staging is that of node mates,
+// layout::DirectLayout::mates_slot_bytes() a slot. No logarithms.
+struct DirectDomain {
+  DeviceDomain group;  // words, waits and errors by rank of the group; the workspaces of node mates alone are touched
+  layout::DirectLayout layout;
+  layout::DirectRanks ranks;
+};
+void low_latency_dispatch(const DirectDomain& domain, const MappedBlocks& network, const LowLatencyDispatchArgs& args,
+                          Stream stream);
+// Without by_expert: a row a holder where the dispatch has brought weights, else rows by expert that the owner sums as
+// the holders would have done.
+void low_latency_combine(const DirectDomain& domain, const MappedBlocks& network, const LowLatencyCombineArgs& args,
+                         Stream stream);
+// Takes the epoch of a call that this rank does not make, and tells all others why. Of `call` staging, signature and
+// num_blocks count.
+struct DirectRefusal {
+  LowLatencyCall call;
+  std::uint32_t num_reason_bytes = 0;
+  char reason[layout::kReasonBytes] = {};
+};
+void low_latency_refuse(const DirectDomain& domain, const MappedBlocks& network, const DirectRefusal& args,
+                        Stream stream);
+// What a call needs of the layout's part_bytes.
+std::int64_t direct_part_bytes(int num_ranks, const LowLatencyDispatchArgs& args);
+std::int64_t direct_part_bytes(int num_ranks, const LowLatencyCombineArgs& args);
 
 // Loads the kernels on the current device, as kernels::prepare().
 void prepare();

@@ -7,6 +7,7 @@ namespace deep_moe::kernels::internode {
 
 void prepare_notify();
 void prepare_dispatch();
+void prepare_direct();
 
 void combine(const RailDomain& domain, const MappedBlocks& network, const CombineArgs& args, Stream stream) {
   launch_combine(domain, MappedNetwork{network, domain.rank()}, args, stream);
@@ -16,6 +17,7 @@ void prepare() {
   prepare_notify();
   prepare_dispatch();
   load_combine<MappedNetwork>();
+  prepare_direct();
 }
 
 }  // namespace deep_moe::kernels::internode

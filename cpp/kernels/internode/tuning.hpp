@@ -13,4 +13,10 @@ struct RailTuning {
   static constexpr int kSumsInFlight = 3;     // 16-byte loads of a lane, of each row
 };
 
+// Of low-latency calls.
+struct DirectTuning {
+  static constexpr int kWarps = 16;        // of a block, with a thread for each rank
+  static constexpr int kRowsInFlight = 4;  // of a warp that sums
+};
+
 }  // namespace deep_moe::kernels::internode

@@ -12,4 +12,9 @@ struct RailTuning {
   static constexpr int kSumsInFlight = 4;
 };
 
+struct DirectTuning {
+  static constexpr int kWarps = 4;
+  static constexpr int kRowsInFlight = 4;
+};
+
 }  // namespace deep_moe::kernels::internode

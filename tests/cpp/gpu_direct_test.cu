@@ -1,0 +1,338 @@
+// Low-latency calls between nodes against the scalar model. The CPU runs the same file with small numbers
+// (emulation/direct_test.cc).
+#include "gpu_direct.cuh"
+
+using namespace deep_moe;
+using namespace deep_moe::test;
+using kernels::LowLatencyHalf;
+
+namespace {
+
+constexpr std::int64_t kMiB = 1 << 20;
+#ifdef DEEP_MOE_EMULATED
+constexpr bool kSmall = true;
+#else
+constexpr bool kSmall = false;
+#endif
+
+const NodeShape kShapes[] = {{2, 1}, {2, 2}, {3, 1}, {3, 2, true}, {2, 2, true}};
+
+int blocks_for(int num_ranks) { return kSmall ? 3 : std::min(33, 128 / ranks_a_gpu(num_ranks)); }
+
+// Dispatch, combine; `times`: again on the same memory.
+void check_pair(DirectRanks& ranks, const LowShape& shape, const LowMode& mode, int times = 1) {
+  LowModel model(shape);
+  Meeting together(shape.num_ranks);
+  run(shape.num_ranks, [&](int r) {
+    const Meeting::Leave leave{together};
+    for (int i = 0; i < times; ++i) {
+      ranks.clear(r);
+      LowCall call(ranks, model, r, mode);
+      together.wait();
+      call.dispatch();
+      call.check_dispatch();
+      if (mode.halves) call.restore_inputs();
+      call.make_outputs();
+      together.wait();
+      call.combine();
+      call.check_combine();
+      expect(ranks.world.error(r).kind == 0, "an error");
+      together.wait();
+    }
+  });
+}
+
+std::vector<std::int64_t> tokens(int num_ranks, std::int64_t most) {
+  std::vector<std::int64_t> count;
+  for (int r = 0; r < num_ranks; ++r) count.push_back(r % 3 == 1 ? most / 3 : std::max<std::int64_t>(most - r, 0));
+  return count;
+}
+
+LowMode mode_of(bool halves, bool weights, int kind, int num_blocks) {
+  LowMode mode;
+  mode.halves = halves;
+  mode.weights = weights;
+  mode.fp8 = kind > 0;
+  mode.round_scale = kind == 2;
+  mode.ue8m0 = kind == 3;
+  mode.short_ids = kind == 1;
+  mode.num_blocks = num_blocks;
+  return mode;
+}
+
+}  // namespace
+
+TEST_CASE("low latency between nodes: bf16 and fp8, at once and in halves" * doctest::skip(no_gpu())) {
+  for (const NodeShape& nodes : kShapes) {
+    const int R = nodes.num_ranks();
+    CAPTURE(nodes.num_nodes);
+    CAPTURE(nodes.num_local_ranks);
+    DirectRanks ranks(nodes, kSmall ? kMiB / 4 : kMiB, kSmall ? 24 * kMiB : 256 * kMiB);
+    LowShape shape;
+    shape.num_ranks = R;
+    shape.num_tokens = tokens(R, kSmall ? 6 : 33);
+    shape.max_tokens = kSmall ? 7 : 40;
+    shape.hidden = kSmall ? 1024 : 1536;
+    shape.num_experts = kSmall ? 15 : 30;
+    shape.topk = kSmall ? 5 : 8;
+    for (const bool halves : {false, true})
+      for (const bool weights : {true, false})
+        for (const int kind : {0, 1, 2, 3}) {
+          CAPTURE(halves);
+          CAPTURE(weights);
+          CAPTURE(kind);
+          shape.seed += 1;
+          const int blocks = kind == 1 ? 2 : kind == 2 ? 2 * R + 1 : blocks_for(R);
+          check_pair(ranks, shape, mode_of(halves, weights, kind, blocks), kind == 0 ? 6 : 1);
+        }
+  }
+}
+
+TEST_CASE("low latency between nodes: types, widths, experts a token, strides" * doctest::skip(no_gpu())) {
+  DirectRanks ranks({2, 1}, kSmall ? kMiB : 16 * kMiB, kSmall ? 64 * kMiB : 512 * kMiB);
+  struct Case {
+    std::int64_t hidden, experts, topk, max_tokens;
+    DType dtype;
+    int num_blocks;
+    std::int64_t gap;
+    int kind;
+  };
+  const Case cases[] = {
+      {2880, 9, 4, 7, DType::kBFloat16, 5, 2, 0},   {8, 16, 1, 30, DType::kBFloat16, 3, 0, 0},
+      {128, 16, 32, 5, DType::kFloat16, 4, 2, 1},   {4, 3, 2, 12, DType::kFloat32, 2, 4, 0},
+      {640, 64, 64, 4, DType::kFloat32, 6, 0, 1},   {1024, 60, 22, 5, DType::kFloat16, 4, 0, 0},
+      {512, 512, 6, 20, DType::kBFloat16, 4, 0, 2}, {256, 16, 14, 40, DType::kBFloat16, 1, 0, 0},
+      {2048, 32, 8, 4, DType::kBFloat16, 3, 32, 3}, {128, 2048, 8, 6, DType::kBFloat16, 3, 0, 0},
+      {64, 40, 3, 600, DType::kBFloat16, 4, 0, 0},
+  };
+  for (const Case& one : cases)
+    for (const bool halves : {false, true})
+      for (const bool weights : {false, true}) {
+        CAPTURE(one.hidden);
+        CAPTURE(halves);
+        CAPTURE(weights);
+        LowShape shape;
+        shape.num_tokens = {one.max_tokens, one.max_tokens / 2};
+        shape.max_tokens = one.max_tokens;
+        shape.hidden = one.hidden;
+        shape.num_experts = one.experts;
+        shape.topk = one.topk;
+        shape.dtype = one.dtype;
+        LowMode mode = mode_of(halves, weights, one.kind, one.num_blocks);
+        mode.short_ids = false;
+        mode.gap = one.gap;
+        check_pair(ranks, shape, mode);
+      }
+}
+
+TEST_CASE("low latency between nodes: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
+  DirectRanks ranks({3, 1}, kMiB / 4, 32 * kMiB);
+  for (const int item : {1, 2, 4, 8})
+    for (const bool halves : {false, true}) {
+      CAPTURE(item);
+      CAPTURE(halves);
+      LowShape shape;
+      shape.num_ranks = 3;
+      shape.num_tokens = {6, 0, 4};
+      shape.max_tokens = 6;
+      shape.hidden = 512;
+      LowMode mode = mode_of(halves, true, 0, 4);
+      mode.scale_items = item == 1 ? 1300 : item == 8 ? 300 : 56;
+      mode.scale_bytes = item;
+      check_pair(ranks, shape, mode);
+    }
+}
+
+TEST_CASE("low latency between nodes: no tokens, one hot expert, one token" * doctest::skip(no_gpu())) {
+  DirectRanks ranks({2, 1}, kMiB, 64 * kMiB);
+  for (const bool halves : {false, true})
+    for (const std::vector<std::int64_t>& count :
+         std::vector<std::vector<std::int64_t>>{{0, 0}, {16, 0}, {0, 1}, {1, 1}}) {
+      CAPTURE(halves);
+      CAPTURE(count[0]);
+      LowShape shape;
+      shape.num_tokens = count;
+      check_pair(ranks, shape, mode_of(halves, true, 0, 3));
+    }
+  LowShape shape;
+  shape.num_tokens = {40, 40};
+  shape.max_tokens = 40;
+  shape.num_experts = 2;
+  shape.topk = 1;
+  check_pair(ranks, shape, mode_of(false, true, 0, 3));
+}
+
+TEST_CASE("low latency between nodes: three calls in flight, halves in any order" * doctest::skip(no_gpu())) {
+  const NodeShape nodes{2, 2};
+  const int R = nodes.num_ranks();
+  DirectRanks ranks(nodes, kMiB, 64 * kMiB);
+  const char* calls = std::getenv(kSmall ? "DEEP_MOE_EMULATED_ROUNDS" : "DEEP_MOE_GPU_STRESS_CALLS");
+  const int rounds =
+      kSmall ? (calls != nullptr ? std::atoi(calls) : 8) : (calls != nullptr ? std::atoi(calls) : 1000) / 8;
+  Meeting together(R);
+  run(R, [&](int r) {
+    const Meeting::Leave leave{together};
+    Random same(5), mine(static_cast<std::uint64_t>(r) + 11);
+    for (int round = 0; round < rounds; ++round) {
+      CAPTURE(round);
+      ranks.clear(r);
+      std::vector<std::unique_ptr<LowModel>> models;
+      std::vector<std::unique_ptr<LowCall>> open;
+      const int count = 1 + static_cast<int>(same.below(3));
+      for (int i = 0; i < count; ++i) {
+        LowShape shape;
+        shape.num_ranks = R;
+        shape.max_tokens = 1 + same.below(20);
+        shape.num_tokens.clear();
+        for (int rank = 0; rank < R; ++rank) shape.num_tokens.push_back(same.below(shape.max_tokens + 1));
+        shape.hidden = 128 * (1 + same.below(6));
+        shape.num_experts = R + same.below(40);
+        shape.topk = 1 + same.below(9);
+        shape.dtype = same.below(2) == 0 ? DType::kBFloat16 : DType::kFloat16;
+        shape.seed = static_cast<std::uint64_t>(round * 4 + i);
+        models.push_back(std::make_unique<LowModel>(shape));
+        const bool weights = same.below(2) == 0;
+        LowMode mode = mode_of(true, weights, same.below(2) == 0 ? 1 : 0, 1 + static_cast<int>(mine.below(2 * R)));
+        mode.short_ids = false;
+        open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
+      }
+      std::vector<std::size_t> order(open.size());
+      for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+      const auto shuffle = [&] {
+        for (std::size_t i = order.size(); i > 1; --i)
+          std::swap(order[i - 1], order[static_cast<std::size_t>(mine.below(static_cast<std::int64_t>(i)))]);
+      };
+      for (auto& call : open) call->send_dispatch();
+      if (mine.below(4) == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine.below(kSmall ? 3000 : 300)));
+      shuffle();
+      for (const std::size_t i : order) open[i]->receive_dispatch();
+      for (auto& call : open) {
+        call->check_dispatch();
+        call->restore_inputs();
+        call->make_outputs();
+      }
+      for (auto& call : open) call->send_combine();
+      shuffle();
+      for (const std::size_t i : order) open[i]->receive_combine();
+      for (auto& call : open) call->check_combine();
+    }
+  });
+}
+
+TEST_CASE("low latency between nodes: a rank that never comes is masked" * doctest::skip(no_gpu())) {
+  const NodeShape nodes{3, 1};
+  const int R = 3, gone = 2;
+  for (const bool halves : {false, true}) {
+    CAPTURE(halves);
+    DirectRanks ranks(nodes, kMiB / 4, 16 * kMiB, 0.3);
+    LowShape shape;
+    shape.num_ranks = R;
+    shape.num_tokens = {8, 5, 0};  // the model's rank that is gone has no tokens
+    shape.max_tokens = 8;
+    shape.hidden = 640;
+    shape.num_experts = 12;
+    LowModel model(shape);
+    const LowMode mode = mode_of(halves, true, 1, 3);
+    Meeting together(R - 1);
+    run(R - 1, [&](int r) {
+      const Meeting::Leave leave{together};
+      for (int call = 0; call < 6; ++call) {  // found out in the first, known in the others
+        ranks.clear(r);
+        LowCall one(ranks, model, r, mode);
+        together.wait();
+        const auto dispatch = [&](LowLatencyHalf half) {
+          kernels::LowLatencyDispatchArgs args = one.dispatch_args(half);
+          args.call.shrink = true;
+          ranks.dispatch(r, args);
+        };
+        if (halves) {
+          dispatch(LowLatencyHalf::kSend);
+          dispatch(LowLatencyHalf::kReceive);
+        } else {
+          dispatch(LowLatencyHalf::kBoth);
+        }
+        ranks.sync(r);
+        expect(ranks.world.error(r).kind == 0, "an error in place of a mask");
+        expect(ranks.world.rank(r).domain.host_words.masked(ranks.world.rank(r).host)[gone] == 1,
+               "the rank is not masked");
+        one.check_dispatch();
+        together.wait();
+      }
+    });
+  }
+}
+
+TEST_CASE("low latency between nodes: a rank that does not come within the deadline is named" *
+          doctest::skip(no_gpu())) {
+  const NodeShape nodes{2, 1};
+  DirectRanks ranks(nodes, kMiB / 4, 16 * kMiB, 0.3);
+  LowModel model(LowShape{});
+  run(1, [&](int r) {
+    LowCall call(ranks, model, r, mode_of(false, true, 0, 3));
+    call.dispatch();
+    ranks.sync(r);
+    const layout::ErrorRecord& error = ranks.world.error(r);
+    expect(error.kind == static_cast<std::uint32_t>(layout::KernelErrorKind::kTimeout), "no time-out");
+    expect(error.peer == 1, "another rank is named");
+    expect(error.phase == static_cast<std::uint32_t>(layout::WaitPhase::kRouting), "another phase");
+  });
+}
+
+// Refusals, and calls that differ, in each slot; whoever is in trouble has answered nobody, and yet the slots come
+// round.
+TEST_CASE("low latency between nodes: refused and different calls are noticed, named, and the next call works" *
+          doctest::skip(no_gpu())) {
+  for (const NodeShape& nodes : {NodeShape{2, 1}, NodeShape{2, 2}, NodeShape{3, 1}})
+    for (const bool halves : {false, true}) {
+      CAPTURE(halves);
+      CAPTURE(nodes.num_nodes);
+      const int R = nodes.num_ranks();
+      DirectRanks ranks(nodes, kMiB / 4, 16 * kMiB, 20.0);
+      LowShape shape;
+      shape.num_ranks = R;
+      shape.num_tokens = tokens(R, 9);
+      shape.max_tokens = 9;
+      LowModel model(shape);
+      const LowMode mode = mode_of(halves, true, 0, R + 1);
+      Meeting together(R);
+      run(R, [&](int r) {
+        const Meeting::Leave leave{together};
+        Random same(halves ? 7 : 8);
+        for (int round = 0; round < (kSmall ? 16 : 60); ++round) {
+          const int odd = same.below(2) == 0 ? -1 : static_cast<int>(same.below(R));
+          const bool refuses = same.below(3) > 0;
+          ranks.clear(r);
+          LowCall call(ranks, model, r, mode);
+          together.wait();
+          if (r == odd && refuses) {
+            ranks.refuse(r, call.dispatch_args(LowLatencyHalf::kBoth).call, "not today");
+          } else if (r == odd) {
+            kernels::LowLatencyDispatchArgs args = call.dispatch_args(LowLatencyHalf::kBoth);
+            args.call.signature.topk += 100;
+            ranks.dispatch(r, args);
+          } else {
+            call.dispatch();
+          }
+          ranks.sync(r);
+          const layout::ErrorRecord& error = ranks.world.error(r);
+          const auto kind = static_cast<layout::KernelErrorKind>(error.kind);
+          if (odd < 0) {
+            expect(error.kind == 0, "an error in a good call");
+            call.check_dispatch();
+          } else if (r == odd && refuses) {
+            expect(error.kind == 0, "an error where this rank refused");
+          } else if (r == odd) {
+            expect(kind == layout::KernelErrorKind::kCallMismatch, "no other call is told");
+          } else {
+            expect(kind == (refuses ? layout::KernelErrorKind::kPeerRefused : layout::KernelErrorKind::kCallMismatch),
+                   "nothing is told");
+            expect(error.peer == odd, "another rank is named");
+            if (refuses) expect(std::string(error.reason, error.num_reason_bytes) == "not today", "another reason");
+          }
+          if (error.kind != 0) kernels::clear_error(call.domain(), ranks.world.rank(r).host, call.stream());
+          ranks.sync(r);
+          together.wait();
+        }
+      });
+    }
+}
