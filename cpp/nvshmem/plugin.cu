@@ -8,6 +8,8 @@
 #include <string>
 
 #include "kernels/internode/combine_kernel.cuh"
+#include "kernels/internode/direct_combine_kernel.cuh"
+#include "kernels/internode/direct_dispatch_kernel.cuh"
 #include "kernels/internode/dispatch_kernel.cuh"
 #include "kernels/internode/notify_kernel.cuh"
 #include "nvshmem/plugin.hpp"
@@ -16,6 +18,7 @@ namespace deep_moe::nvshmem {
 namespace {
 
 using kernels::Stream;
+using kernels::internode::DirectDomain;
 using kernels::internode::RailDomain;
 
 // What kernels/internode/network.cuh asks for. Ranks of the group are process elements.
@@ -29,6 +32,12 @@ struct NvshmemNetwork {
     __syncwarp();
     nvshmemx_putmem_signal_nbi_warp(block + to, block + from, bytes, reinterpret_cast<std::uint64_t*>(block + word),
                                     value, NVSHMEM_SIGNAL_SET, rank);
+  }
+  __device__ void put_signal_by_block(int rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t word,
+                                      std::uint64_t value) const {
+    __syncthreads();
+    nvshmemx_putmem_signal_nbi_block(block + to, block + from, bytes, reinterpret_cast<std::uint64_t*>(block + word),
+                                     value, NVSHMEM_SIGNAL_SET, rank);
   }
   __device__ void signal(int rank, std::size_t word, std::uint64_t value) const {
     nvshmemx_signal_op(reinterpret_cast<std::uint64_t*>(block + word), value, NVSHMEM_SIGNAL_SET, rank);
@@ -106,6 +115,8 @@ const char* prepare() {
     kernels::internode::load_notify<NvshmemNetwork>();
     kernels::internode::load_dispatch<NvshmemNetwork>();
     kernels::internode::load_combine<NvshmemNetwork>();
+    kernels::internode::load_direct_dispatch<NvshmemNetwork>();
+    kernels::internode::load_direct_combine<NvshmemNetwork>();
   });
 }
 
@@ -120,6 +131,19 @@ const char* combine(const RailDomain& domain, char* block, const kernels::intern
   return guarded([&] { kernels::internode::launch_combine(domain, NvshmemNetwork{block}, args, stream); });
 }
 
+const char* low_latency_dispatch(const DirectDomain& domain, char* block, const kernels::LowLatencyDispatchArgs& args,
+                                 Stream stream) {
+  return guarded([&] { kernels::internode::launch_direct_dispatch(domain, NvshmemNetwork{block}, args, stream); });
+}
+const char* low_latency_combine(const DirectDomain& domain, char* block, const kernels::LowLatencyCombineArgs& args,
+                                Stream stream) {
+  return guarded([&] { kernels::internode::launch_direct_combine(domain, NvshmemNetwork{block}, args, stream); });
+}
+const char* low_latency_refuse(const DirectDomain& domain, char* block, const kernels::internode::DirectRefusal& args,
+                               Stream stream) {
+  return guarded([&] { kernels::internode::launch_direct_refusal(domain, NvshmemNetwork{block}, args, stream); });
+}
+
 #define DEEP_MOE_TEXT(value) #value
 #define DEEP_MOE_TEXT_OF(value) DEEP_MOE_TEXT(value)
 constexpr const char* kBuiltAgainst = DEEP_MOE_TEXT_OF(NVSHMEM_VENDOR_MAJOR_VERSION) "." DEEP_MOE_TEXT_OF(
@@ -130,7 +154,19 @@ constexpr const char* kBuiltAgainst = DEEP_MOE_TEXT_OF(NVSHMEM_VENDOR_MAJOR_VERS
 
 extern "C" __attribute__((visibility("default"))) const deep_moe::nvshmem::Plugin* deep_moe_nvshmem_plugin() {
   using namespace deep_moe::nvshmem;
-  static const Plugin plugin{kPluginVersion, kBuiltAgainst, library_version, unique_id, start,  allocate,
-                             quiet,          prepare,       notify,          dispatch,  combine};
+  static const Plugin plugin{kPluginVersion,
+                             kBuiltAgainst,
+                             library_version,
+                             unique_id,
+                             start,
+                             allocate,
+                             quiet,
+                             prepare,
+                             notify,
+                             dispatch,
+                             combine,
+                             low_latency_dispatch,
+                             low_latency_combine,
+                             low_latency_refuse};
   return &plugin;
 }

@@ -10,7 +10,7 @@
 
 namespace deep_moe::nvshmem {
 
-inline constexpr int kPluginVersion = 1;  // of this header
+inline constexpr int kPluginVersion = 2;  // of this header
 inline constexpr std::size_t kUniqueIdBytes = 128;
 
 // Functions return null, or what went wrong in text that stays valid until the thread's next call. All but `version`
@@ -33,6 +33,12 @@ struct Plugin {
                           const kernels::internode::DispatchArgs& args, kernels::Stream stream) = nullptr;
   const char* (*combine)(const kernels::internode::RailDomain& domain, char* block,
                          const kernels::internode::CombineArgs& args, kernels::Stream stream) = nullptr;
+  const char* (*low_latency_dispatch)(const kernels::internode::DirectDomain& domain, char* block,
+                                      const kernels::LowLatencyDispatchArgs& args, kernels::Stream stream) = nullptr;
+  const char* (*low_latency_combine)(const kernels::internode::DirectDomain& domain, char* block,
+                                     const kernels::LowLatencyCombineArgs& args, kernels::Stream stream) = nullptr;
+  const char* (*low_latency_refuse)(const kernels::internode::DirectDomain& domain, char* block,
+                                    const kernels::internode::DirectRefusal& args, kernels::Stream stream) = nullptr;
 };
 
 // What the file exports: deep_moe_nvshmem_plugin().

@@ -12,7 +12,7 @@ template <class Rows, class Network>
 __global__ void __launch_bounds__(kDirectThreads, 1)
     direct_dispatch_send_kernel(const __grid_constant__ DirectDomain domain, const __grid_constant__ Network network,
                                 const __grid_constant__ DirectDispatchParams params) {
-  extern __shared__ __align__(16) char dynamic_shared[];
+  extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ DirectShared shared;
   TileBuffer* buffer = nullptr;
   if constexpr (!kCasts<Rows>) {
@@ -32,7 +32,7 @@ template <class Rows, class Network>
 __global__ void __launch_bounds__(kDirectThreads, 1)
     direct_dispatch_receive_kernel(const __grid_constant__ DirectDomain domain, const __grid_constant__ Network network,
                                    const __grid_constant__ DirectDispatchParams params) {
-  extern __shared__ __align__(16) char dynamic_shared[];
+  extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ DirectSources sources;
   TileBuffer* buffer = nullptr;
   if constexpr (!kCasts<Rows>) {
