@@ -19,6 +19,7 @@ CudaBuffer::CudaBuffer(const Bootstrap& bootstrap, const BufferOptions& options_
   world.heap_bytes = static_cast<std::size_t>(options.num_nvl_bytes);
   if (options.use_fabric) world.memory = MemoryKind::kFabric;
   world.network_bytes = static_cast<std::size_t>(options.num_rdma_bytes);
+  if (options.low_latency_mode) world.low_latency_bytes = world.network_bytes;
   world.timeout_seconds = options.timeout_seconds;
   world.interrupt_check = [this] {
     if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();
@@ -146,7 +147,7 @@ void CudaBuffer::post_refusal(const layout::CallSignature& signature, const std:
   const auto kind = static_cast<CallKind>(signature.kind);
   const bool low_latency = kind == CallKind::kLowLatencyDispatch || kind == CallKind::kLowLatencyCombine;
   if (world_->nodes() != nullptr && !low_latency) return refuse_between(signature, reason, comm_stream_);
-  if (!world_->all_near()) return;  // a low-latency call, which no rank can make
+  if (low_latency && low_latency_->is_direct()) return low_latency_->refuse(signature, reason, comm_stream_);
   kernels::post_refusal(world_->domain(), signature, reason, comm_stream_);
 }
 

@@ -65,7 +65,6 @@ class CudaBuffer final : public Buffer::Impl, public std::enable_shared_from_thi
   bool is_captured() const;  // what this thread does on its stream or the comm stream
   void check_shrink(const char* call) const;
   void check_unmasked(const char* call) const;
-  void check_low_latency_reach(const char* call) const;
   CallStreams join_streams(const StreamOptions& options);
   // Throws what kernels have reported since the last look, or what a call before has found and not thrown.
   void take_kernel_error();

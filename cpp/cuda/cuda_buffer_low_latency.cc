@@ -53,15 +53,7 @@ LowLatency::Enter CudaBuffer::hook_entry() {
   };
 }
 
-// On every rank alike, so nobody is told.
-void CudaBuffer::check_low_latency_reach(const char* call) const {
-  if (!world_->all_near())
-    throw UnavailableError(std::string(call) +
-                           ": between nodes over NVSHMEM this version has the high-throughput mode alone");
-}
-
 LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispatchArgs& args) {
-  check_low_latency_reach("low_latency_dispatch");
   const layout::CallSignature call = signature(args);
   return run_low_latency(
       call, args.async_finish && !args.return_recv_hook,
@@ -76,7 +68,6 @@ LowLatencyDispatchResult CudaBuffer::low_latency_dispatch(const LowLatencyDispat
 }
 
 LowLatencyCombineResult CudaBuffer::low_latency_combine(const LowLatencyCombineArgs& args) {
-  check_low_latency_reach("low_latency_combine");
   const layout::CallSignature call = signature(args);
   return run_low_latency(
       call, args.async_finish && !args.return_recv_hook, [&] { low_latency_->validate(args); },

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <utility>
 
 #include "cuda/call_streams.hpp"
@@ -36,7 +37,13 @@ LowLatency::LowLatency(DeviceWorld& world, Options options, Refuse refuse)
   const auto wishes = world.exchange("constructor/low latency", static_cast<std::uint64_t>(options_.staging_bytes), "");
   for (const DeviceWorld::Said& wish : wishes)
     wanted_slot_bytes_ = std::max(wanted_slot_bytes_, static_cast<std::int64_t>(wish.value) / layout::kLowLatencySlots);
-  if (!world.all_near()) return;  // check_low_latency_reach() refuses the calls
+  if (const Nodes* nodes = world.nodes(); nodes != nullptr && nodes->is_direct()) {
+    direct_ = nodes;
+    const std::string failures =
+        grow_staging(static_cast<std::int64_t>(direct_->direct_layout().mates_slot_bytes()), 0, [](int) {});
+    if (!failures.empty()) throw BufferTooSmallError("num_rdma_bytes: low-latency memory for node mates" + failures);
+    return;
+  }
   // Where that fails, on all ranks, the first call asks for what it needs, and says why it cannot have it.
   if (wanted_slot_bytes_ > 0 && !grow_staging(wanted_slot_bytes_, 0, [](int) {}).empty()) wanted_slot_bytes_ = 0;
 }
@@ -80,6 +87,8 @@ void LowLatency::validate(const LowLatencyCombineArgs& args) const {
         std::pair("combine_wait_recv_cost_stats", &args.wait_recv_cost_stats)})
     check_device(name, *view, world_.device());
   deep_moe::validate(args, world_.rank(), world_.num_ranks(), false);
+  if (is_direct() && args.use_logfmt)
+    throw ArgumentError("use_logfmt: got True, expected False: between nodes over the network rows travel as they are");
   check_in_flight(num_in_flight(), "low_latency_combine");
 }
 
@@ -134,6 +143,18 @@ void LowLatency::settle(const LowLatencyStreams& streams) {
 void LowLatency::before_other_call(Stream stream) {
   go_behind(stream);
   other_call_ = sequence_;
+}
+
+void LowLatency::refuse(const layout::CallSignature& signature, const std::string& reason, Stream stream) {
+  LowLatencyStreams streams{stream, stream};
+  streams.captured = capture_of(stream).active;
+  go_behind(stream);
+  settle(streams);
+  kernels::internode::DirectRefusal refusal;
+  refusal.call = kernel_call(signature);
+  refusal.num_reason_bytes = static_cast<std::uint32_t>(std::min(reason.size(), sizeof(refusal.reason)));
+  std::memcpy(refusal.reason, reason.data(), refusal.num_reason_bytes);
+  direct_->low_latency_refuse(direct_->direct_domain(world_.domain()), refusal, stream);
 }
 
 void LowLatency::depart(Stream stream) noexcept {

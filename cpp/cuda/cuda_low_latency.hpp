@@ -53,6 +53,11 @@ class LowLatency {
   LowLatencyCombineResult combine(const LowLatencyCombineArgs& args, const layout::CallSignature& signature,
                                   std::uint64_t number, LowLatencyStreams streams, const Enter& enter);
 
+  // Whether the calls take the network between nodes; then staging is that of node mates, made in the constructor, and
+  // the epoch of a call that is refused is taken here.
+  bool is_direct() const { return direct_ != nullptr; }
+  void refuse(const layout::CallSignature& signature, const std::string& reason, Stream stream);
+
   // For this rank alone, from here on in the order of the stream.
   void mask(int peer, Stream stream);
   void query_mask(std::int32_t* status, Stream stream);
@@ -91,6 +96,15 @@ class LowLatency {
   void make_parts(std::initializer_list<Part> parts, LowLatencyStreams streams, const layout::CallSignature& signature,
                   std::vector<char*>* blocks);
   kernels::LowLatencyCall kernel_call(const layout::CallSignature& signature) const;
+  // What a dispatch and the combine behind it, or a combine, need of memory for messages; throws after telling the
+  // peers where there is less, or makes it.
+  void ensure_room(const kernels::LowLatencyDispatchArgs& args, const TensorView& data,
+                   const layout::CallSignature& signature, std::uint64_t number, const LowLatencyStreams& streams);
+  void ensure_room(const kernels::LowLatencyCombineArgs& args, const layout::CallSignature& signature,
+                   std::uint64_t number, const LowLatencyStreams& streams);
+  void check_part(std::int64_t bytes, const layout::CallSignature& signature) const;
+  void launch(const kernels::LowLatencyDispatchArgs& args, Stream stream) const;
+  void launch(const kernels::LowLatencyCombineArgs& args, Stream stream) const;
   // The hook of a call whose first half has been launched.
   std::function<void()> make_hook(std::shared_ptr<InFlight> call, std::uint64_t sequence, const Enter& enter);
 
@@ -106,6 +120,7 @@ class LowLatency {
   DeviceWorld& world_;
   const Options options_;
   const Refuse refuse_;
+  const Nodes* direct_ = nullptr;  // calls go over its network
   int num_blocks_ = 0;
   bool is_alone_ = false;  // no other rank's kernels run on the device at the same time
   kernels::LowLatencyStaging staging_;

@@ -7,6 +7,7 @@
 #include "layout/handle.hpp"
 #include "layout/low_latency_words.hpp"
 #include "runtime/buffer_impl.hpp"
+#include "runtime/text.hpp"
 #include "runtime/validate_low_latency.hpp"
 
 namespace deep_moe::cuda {
@@ -96,6 +97,54 @@ void shape_scales(TensorView* view, bool one_a_row, std::int64_t num_local, std:
 
 }  // namespace
 
+void LowLatency::ensure_room(const kernels::LowLatencyDispatchArgs& args, const TensorView& data,
+                             const layout::CallSignature& signature, std::uint64_t number,
+                             const LowLatencyStreams& streams) {
+  const kernels::LowLatencyCombineArgs back = way_back(args, data, world_.num_ranks());
+  if (is_direct())
+    return check_part(std::max(kernels::internode::direct_part_bytes(world_.num_ranks(), args),
+                               kernels::internode::direct_part_bytes(world_.num_ranks(), back, !args.with_weights)),
+                      signature);
+  ensure_staging(std::max(kernels::low_latency_slot_bytes(world_.domain(), args),
+                          kernels::low_latency_slot_bytes(world_.domain(), back)),
+                 signature, number, streams);
+}
+
+void LowLatency::ensure_room(const kernels::LowLatencyCombineArgs& args, const layout::CallSignature& signature,
+                             std::uint64_t number, const LowLatencyStreams& streams) {
+  if (is_direct())
+    return check_part(
+        kernels::internode::direct_part_bytes(world_.num_ranks(), args, kernels::internode::direct_by_expert(args)),
+        signature);
+  ensure_staging(kernels::low_latency_slot_bytes(world_.domain(), args), signature, number, streams);
+}
+
+// The network's memory does not grow.
+void LowLatency::check_part(std::int64_t bytes, const layout::CallSignature& signature) const {
+  const auto of_parts = [&](std::size_t part) {
+    return std::to_string(layout::align_up(part, layout::kAlign) *
+                          static_cast<std::size_t>(layout::kLowLatencySlots * world_.num_ranks()));
+  };
+  const std::size_t there = direct_->direct_layout().part_bytes();
+  if (bytes <= static_cast<std::int64_t>(there)) return;
+  const std::string reason = std::string(call_name(signature.kind)) + ": " + of_parts(static_cast<std::size_t>(bytes)) +
+                             " bytes of low-latency memory of the network needed, and " + of_parts(there) +
+                             " are there; they cannot grow: make the Buffer with low_latency_mode=True and "
+                             "num_rdma_bytes as get_low_latency_rdma_size_hint says";
+  refuse_(signature, reason);
+  throw BufferTooSmallError(reason);
+}
+
+void LowLatency::launch(const kernels::LowLatencyDispatchArgs& args, Stream stream) const {
+  if (is_direct()) return direct_->low_latency_dispatch(direct_->direct_domain(world_.domain()), args, stream);
+  kernels::low_latency_dispatch(world_.domain(), args, stream);
+}
+
+void LowLatency::launch(const kernels::LowLatencyCombineArgs& args, Stream stream) const {
+  if (is_direct()) return direct_->low_latency_combine(direct_->direct_domain(world_.domain()), args, stream);
+  kernels::low_latency_combine(world_.domain(), args, stream);
+}
+
 LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args,
                                               const layout::CallSignature& signature, std::uint64_t number,
                                               LowLatencyStreams streams, const Enter& enter) {
@@ -108,14 +157,13 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   out.call = kernel_call(signature);
   go_behind(streams.work);
   settle(streams);
-  ensure_staging(std::max(kernels::low_latency_slot_bytes(world_.domain(), out),
-                          kernels::low_latency_slot_bytes(world_.domain(), way_back(out, data, num_ranks))),
-                 signature, number, streams);
+  ensure_room(out, data, signature, number, streams);
   out.call = kernel_call(signature);
 
   LowLatencyDispatchResult result;
   OwnedLowLatencyHandle& handle = result.handle;
   Tensor epoch;
+  const bool has_epoch = args.return_recv_hook || is_direct();
   std::vector<char*> blocks;
   const std::int64_t num_scales = num_scales_of(out, hidden);
   const DType scale_type = scales.defined() ? scales.dtype : out.ue8m0 ? DType::kInt32 : DType::kFloat32;
@@ -126,7 +174,7 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   const layout::LowLatencyHandleWords words(num_local, num_ranks, max_tokens, topk, out.with_weights);
   make_parts({{&result.recv_count, DType::kInt32, {num_local}},
               {&handle.words, DType::kUInt8, {static_cast<std::int64_t>(words.total)}},
-              {&epoch, DType::kInt64, {args.return_recv_hook ? 1 : 0}}},
+              {&epoch, DType::kInt64, {has_epoch ? 1 : 0}}},
              streams, signature, &blocks);
   if (num_scales > 0)
     shape_scales(&result.recv_x.scales.view, scales.defined() && scales.num_dims == 1, num_local, rows, num_scales);
@@ -160,17 +208,17 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   out.layout_range = handle.layout_range.as<std::int64_t>();
   out.recv_pos = handle.recv_pos.as<std::int32_t>();
   out.recv_weights = out.with_weights ? handle.recv_weights.as<float>() : nullptr;
-  out.call.epoch = args.return_recv_hook ? epoch.as<std::uint64_t>() : nullptr;
-  auto launch = [&world = world_, out, stats = args.cumulative_local_expert_recv_stats.as<std::int32_t>(),
-                 waited = args.wait_recv_cost_stats.as<std::int64_t>()](LowLatencyHalf half, bool with_stats,
-                                                                        Stream on) mutable {
+  out.call.epoch = has_epoch ? epoch.as<std::uint64_t>() : nullptr;
+  auto launch_half = [this, out, stats = args.cumulative_local_expert_recv_stats.as<std::int32_t>(),
+                      waited = args.wait_recv_cost_stats.as<std::int64_t>()](LowLatencyHalf half, bool with_stats,
+                                                                             Stream on) mutable {
     out.call.half = half;
     out.recv_stats = with_stats ? stats : nullptr;
     out.call.wait_stats = with_stats ? waited : nullptr;
-    kernels::low_latency_dispatch(world.domain(), out, on);
+    launch(out, on);
   };
   const std::uint64_t sequence = sequence_++;
-  launch(args.return_recv_hook ? LowLatencyHalf::kSend : LowLatencyHalf::kBoth, true, streams.work);
+  launch_half(args.return_recv_hook ? LowLatencyHalf::kSend : LowLatencyHalf::kBoth, true, streams.work);
   if (!args.return_recv_hook) {
     meta[layout::kLowMetaComplete] = 1;
     return result;
@@ -182,7 +230,7 @@ LowLatencyDispatchResult LowLatency::dispatch(const LowLatencyDispatchArgs& args
   };
   auto call = std::make_shared<InFlight>();
   call->name = "low_latency_dispatch";
-  call->launch = std::move(launch);
+  call->launch = std::move(launch_half);
   call->keep = std::make_shared<Keep>(Keep{result.recv_x, result.recv_count, epoch, handle});
   call->blocks = std::move(blocks);
   call->streams = streams;
@@ -195,7 +243,7 @@ LowLatencyCombineResult LowLatency::combine(const LowLatencyCombineArgs& args, c
                                             std::uint64_t number, LowLatencyStreams streams, const Enter& enter) {
   const std::int64_t num_tokens = args.topk_idx.shape[0], topk = signature.topk, hidden = args.x.shape[2];
   const std::int64_t item = static_cast<std::int64_t>(dtype_bytes(args.x.dtype));
-  const bool halves = args.return_recv_hook;
+  const bool halves = args.return_recv_hook, keeps = halves || is_direct();
   kernels::LowLatencyCombineArgs in;
   in.call = kernel_call(signature);
   in.by_expert = (signature.flags & kFlagByExpert) != 0;
@@ -212,7 +260,7 @@ LowLatencyCombineResult LowLatency::combine(const LowLatencyCombineArgs& args, c
   in.weight_stride = row_stride(args.topk_weights);
   go_behind(streams.work);
   settle(streams);
-  ensure_staging(kernels::low_latency_slot_bytes(world_.domain(), in), signature, number, streams);
+  ensure_room(in, signature, number, streams);
   in.call = kernel_call(signature);
 
   LowLatencyCombineResult result;
@@ -220,33 +268,33 @@ LowLatencyCombineResult LowLatency::combine(const LowLatencyCombineArgs& args, c
   std::vector<char*> blocks;
   const bool has_out = args.out.defined();
   make_parts({{has_out ? &none : &result.combined_x, args.x.dtype, {has_out ? 0 : num_tokens, hidden}},
-              {&epoch, DType::kInt64, {halves ? 1 : 0}},
-              {&kept_ids, DType::kInt32, {halves ? num_tokens : 0, topk}},
-              {&kept_weights, DType::kFloat32, {halves ? num_tokens : 0, topk}}},
+              {&epoch, DType::kInt64, {keeps ? 1 : 0}},
+              {&kept_ids, DType::kInt32, {keeps ? num_tokens : 0, topk}},
+              {&kept_weights, DType::kFloat32, {keeps ? num_tokens : 0, topk}}},
              streams, signature, &blocks);
   if (has_out) result.combined_x.view = args.out;
   in.out = result.combined_x.view.data;
   in.out_stride = row_stride(result.combined_x.view) * item;
-  if (halves) {
+  if (keeps) {
     in.call.epoch = epoch.as<std::uint64_t>();
     in.kept_ids = kept_ids.as<std::int32_t>();
     in.kept_weights = kept_weights.as<float>();
   }
-  auto launch = [&world = world_, in, waited = args.wait_recv_cost_stats.as<std::int64_t>()](
-                    LowLatencyHalf half, bool with_stats, Stream on) mutable {
+  auto launch_half = [this, in, waited = args.wait_recv_cost_stats.as<std::int64_t>()](
+                         LowLatencyHalf half, bool with_stats, Stream on) mutable {
     in.call.half = half;
     in.call.wait_stats = with_stats ? waited : nullptr;
-    kernels::low_latency_combine(world.domain(), in, on);
+    launch(in, on);
   };
   const std::uint64_t sequence = sequence_++;
-  launch(halves ? LowLatencyHalf::kSend : LowLatencyHalf::kBoth, true, streams.work);
+  launch_half(halves ? LowLatencyHalf::kSend : LowLatencyHalf::kBoth, true, streams.work);
   if (!halves) return result;
   struct Keep {
     Tensor combined_x, epoch, kept_ids, kept_weights;
   };
   auto call = std::make_shared<InFlight>();
   call->name = "low_latency_combine";
-  call->launch = std::move(launch);
+  call->launch = std::move(launch_half);
   call->keep = std::make_shared<Keep>(Keep{result.combined_x, epoch, kept_ids, kept_weights});
   call->blocks = std::move(blocks);
   call->streams = streams;

@@ -68,7 +68,8 @@ std::string LowLatency::grow_staging(std::int64_t slot_bytes, int id, const std:
     const long segment = std::strtol(text.c_str(), &end, 10);
     const unsigned long long offset = std::strtoull(end, &end, 10);
     captured_ = captured_ || *end != '\0';
-    staging.bases[peer] = world_.address(peer, static_cast<int>(segment), static_cast<std::size_t>(offset));
+    if (world_.near(peer))
+      staging.bases[peer] = world_.address(peer, static_cast<int>(segment), static_cast<std::size_t>(offset));
   }
   for (int peer = 0; peer < world_.num_ranks(); ++peer)
     if (((masked & ~masked_before) >> peer & 1) != 0) mask(peer, world_.comm_stream());

@@ -52,7 +52,8 @@ NetworkKind network_kind_here() {
   throw ArgumentError(std::string("DEEP_MOE_NETWORK: got '") + name + "', expected mapped or nvshmem");
 }
 
-Nodes::Nodes(const Topology& topology, int rank, std::size_t network_bytes, NetworkKind kind)
+Nodes::Nodes(const Topology& topology, int rank, std::size_t network_bytes, NetworkKind kind, bool direct,
+             std::size_t low_latency_bytes)
     : topology_(topology),
       kind_(kind),
       rail_(layout::rail_layout_within(topology.num_nodes(), topology.num_local_ranks(), network_bytes)),
@@ -65,6 +66,10 @@ Nodes::Nodes(const Topology& topology, int rank, std::size_t network_bytes, Netw
                         " for all ranks with the nodes, and with those of one");
   if (kind == NetworkKind::kNvshmem) plugin_ = &network_plugin();
   prepare_kernels();
+  if (direct) {
+    const std::size_t part = low_latency_bytes / static_cast<std::size_t>(layout::kLowLatencySlots * N * L);
+    direct_ = layout::DirectLayout(N, L, std::max(part / kAlign * kAlign, layout::kDirectRefusalBytes), rail_.bytes());
+  }
   domain_.node.rank = topology.local_of(rank);
   domain_.node.num_ranks = L;
   domain_.node.words = layout::DeviceLayout(L);
@@ -81,7 +86,7 @@ Nodes::Nodes(const Topology& topology, int rank, std::size_t network_bytes, Netw
 }
 
 std::size_t Nodes::shared_bytes() const {
-  return block_at(domain_.num_local_ranks(), words_) + (kind_ == NetworkKind::kMapped ? rail_.bytes() : 0);
+  return block_at(domain_.num_local_ranks(), words_) + (kind_ == NetworkKind::kMapped ? network_bytes() : 0);
 }
 
 void Nodes::connect(const std::vector<char*>& shared, const HostWords& words, std::uint64_t timeout_ns, char* block) {
@@ -141,6 +146,39 @@ void Nodes::combine(const kernels::internode::CombineArgs& args, Stream stream) 
   kernels::internode::combine(domain_, mapped_, args, stream);
 }
 
+kernels::internode::DirectDomain Nodes::direct_domain(const kernels::DeviceDomain& group) const {
+  kernels::internode::DirectDomain domain;
+  domain.group = group;
+  domain.layout = direct_;
+  domain.ranks.num_nodes = domain_.num_nodes;
+  domain.ranks.num_local_ranks = domain_.num_local_ranks();
+  domain.ranks.own_node = domain_.own_node;
+  std::copy(std::begin(domain_.rank_table), std::end(domain_.rank_table), domain.ranks.rank_table);
+  for (int rank = 0; rank < domain_.num_ranks(); ++rank) {
+    domain.ranks.node_of[rank] = static_cast<std::uint8_t>(topology_.node_of(rank));
+    domain.ranks.local_of[rank] = static_cast<std::uint8_t>(topology_.local_of(rank));
+  }
+  return domain;
+}
+
+void Nodes::low_latency_dispatch(const kernels::internode::DirectDomain& domain,
+                                 const kernels::LowLatencyDispatchArgs& args, Stream stream) const {
+  if (plugin_ != nullptr) return check_plugin(plugin_->low_latency_dispatch(domain, block_, args, stream));
+  kernels::internode::low_latency_dispatch(domain, mapped_, args, stream);
+}
+
+void Nodes::low_latency_combine(const kernels::internode::DirectDomain& domain,
+                                const kernels::LowLatencyCombineArgs& args, Stream stream) const {
+  if (plugin_ != nullptr) return check_plugin(plugin_->low_latency_combine(domain, block_, args, stream));
+  kernels::internode::low_latency_combine(domain, mapped_, args, stream);
+}
+
+void Nodes::low_latency_refuse(const kernels::internode::DirectDomain& domain,
+                               const kernels::internode::DirectRefusal& args, Stream stream) const {
+  if (plugin_ != nullptr) return check_plugin(plugin_->low_latency_refuse(domain, block_, args, stream));
+  kernels::internode::low_latency_refuse(domain, mapped_, args, stream);
+}
+
 void Nodes::count_nodes(const bool* token_in_rank, std::int64_t num_tokens, std::int32_t* num_tokens_per_node,
                         Stream stream) const {
   kernels::internode::count_nodes(domain_, token_in_rank, num_tokens, num_tokens_per_node, stream);
@@ -166,6 +204,12 @@ void Nodes::restart(std::uint64_t generation, std::uint64_t epoch, Stream stream
   kernels::reset_state(domain_.node, epoch, stream);
   check_runtime(cudaMemsetAsync(&domain_.state(), 0, sizeof(layout::RailState), static_cast<cudaStream_t>(stream)),
                 "cudaMemsetAsync");
+  if (is_direct()) {
+    char* const memory = plugin_ != nullptr ? block_ : mapped_.blocks[domain_.rank()];
+    check_runtime(
+        cudaMemsetAsync(memory + direct_.own_words(), 0, direct_.own_words_bytes(), static_cast<cudaStream_t>(stream)),
+        "cudaMemsetAsync");
+  }
   kernels::clear_error(domain_.node, host_, stream);
 }
 

@@ -1,8 +1,8 @@
 // A GPU Buffer's ranks on several nodes: the words of this node, the network's memory, and the kernels between nodes.
 //
 // On one machine whose GPUs reach each other the network is memory that every rank maps; on several machines, and with
-// DEEP_MOE_NETWORK=nvshmem, it is NVSHMEM, through the plug-in. Calls of the high-throughput mode run here; the
-// low-latency mode's go straight from rank to rank.
+// DEEP_MOE_NETWORK=nvshmem, it is NVSHMEM, through the plug-in. Low-latency calls take it as well where that is
+// NVSHMEM or DEEP_MOE_NETWORK names it; else they go straight from rank to rank (`direct` below).
 #pragma once
 
 #include <cstdint>
@@ -25,15 +25,17 @@ NetworkKind network_kind_here();
 
 class Nodes {
  public:
-  // `network_bytes`: for the rings; 0: the default. Throws ArgumentError where kernels cannot serve so many ranks.
-  Nodes(const Topology& topology, int rank, std::size_t network_bytes, NetworkKind kind);
+  // `network_bytes`: for the rings; 0: the default. `direct`: low-latency calls take the network, with room for
+  // `low_latency_bytes` that arrive. Throws ArgumentError where kernels cannot serve so many ranks.
+  Nodes(const Topology& topology, int rank, std::size_t network_bytes, NetworkKind kind, bool direct,
+        std::size_t low_latency_bytes);
 
   const Topology& topology() const { return topology_; }
   NetworkKind kind() const { return kind_; }
   // Memory of each rank that those near it map, zeroed: words of the node, of the rail, and the network's where it is
   // mapped.
   std::size_t shared_bytes() const;
-  std::size_t network_bytes() const { return rail_.bytes(); }
+  std::size_t network_bytes() const { return is_direct() ? direct_.end() : rail_.bytes(); }
 
   struct HostWords {
     char* host;
@@ -60,6 +62,17 @@ class Nodes {
   // Throws BufferTooSmallError unless rows of these bytes fit a slot of the rings.
   void check_row(const char* call, const layout::RailRow& row) const;
 
+  // Low-latency calls over the network: launches for a domain made of the group's; their memory.
+  bool is_direct() const { return direct_.part_bytes() > 0; }
+  const layout::DirectLayout& direct_layout() const { return direct_; }
+  kernels::internode::DirectDomain direct_domain(const kernels::DeviceDomain& group) const;
+  void low_latency_dispatch(const kernels::internode::DirectDomain& domain, const kernels::LowLatencyDispatchArgs& args,
+                            Stream stream) const;
+  void low_latency_combine(const kernels::internode::DirectDomain& domain, const kernels::LowLatencyCombineArgs& args,
+                           Stream stream) const;
+  void low_latency_refuse(const kernels::internode::DirectDomain& domain, const kernels::internode::DirectRefusal& args,
+                          Stream stream) const;
+
   // In a reset: before the ranks agree, nothing that this one has put is on its way any more; then, in stream order,
   // rings, words and error records are as new.
   void quiet(Stream stream) const;
@@ -70,6 +83,7 @@ class Nodes {
   const NetworkKind kind_;
   const layout::RailLayout rail_;
   const layout::RailWords words_;
+  layout::DirectLayout direct_;  // without parts: low-latency calls go straight
   kernels::internode::RailDomain domain_;
   kernels::internode::MappedBlocks mapped_;
   const nvshmem::Plugin* plugin_ = nullptr;

@@ -35,6 +35,7 @@ struct DeviceWorldOptions {
   std::size_t max_heap_bytes = std::numeric_limits<std::size_t>::max();  // besides DEEP_MOE_MAX_HEAP_BYTES
   MemoryKind memory = MemoryKind::kAuto;   // kAuto: what DEEP_MOE_DEVICE_MEMORY names (auto, fd, fabric, ipc)
   std::size_t network_bytes = 0;           // between nodes: for the rings; the largest of any rank counts
+  std::size_t low_latency_bytes = 0;       // the same for low-latency calls that take the network
   double timeout_seconds = 100.0;          // of every wait, kernels' and the host's
   std::function<void()> interrupt_check;   // about every 50 ms of a wait; may throw
   std::function<Stream()> current_stream;  // the calling thread's current stream of the device, for deleters

@@ -32,7 +32,7 @@ struct Hello {
   std::uint64_t machine;  // equal for ranks of one machine
   std::uint64_t host;     // the same, or what DEEP_MOE_HOST_ID says: other hosts share nothing with this one
   Placement placement;
-  std::uint64_t network_bytes;
+  std::uint64_t network_bytes, low_latency_bytes;
   NetworkKind network;  // what DEEP_MOE_NETWORK asks for
   std::array<char, 16> device;
   char socket_name[96];
@@ -165,6 +165,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     check_options(bootstrap, options_);
     hello.placement = placement_here();
     hello.network_bytes = options_.network_bytes;
+    hello.low_latency_bytes = options_.low_latency_bytes;
     hello.network = network_kind_here();
     options_.max_heap_bytes = std::min(options_.max_heap_bytes, max_heap_bytes());
     if (const char* kind = std::getenv("DEEP_MOE_DEVICE_MEMORY");
@@ -201,7 +202,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::uint64_t group_uid = 0;
   std::vector<Placement> placements;
   NetworkPlace place;
-  std::size_t network_bytes = 0;
+  std::size_t network_bytes = 0, low_latency_bytes = 0;
   for (int peer = 0; peer < num_ranks_; ++peer) {
     const Hello& theirs = all[peer];
     throw_failure(peer, theirs);
@@ -214,6 +215,7 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     place.processes.push_back(theirs.process);
     place.one_machine = place.one_machine && theirs.machine == hello.machine;
     network_bytes = std::max<std::size_t>(network_bytes, theirs.network_bytes);
+    low_latency_bytes = std::max<std::size_t>(low_latency_bytes, theirs.low_latency_bytes);
     group_uid = group_uid * 31 + theirs.uid;
   }
   const Topology topology(placements);
@@ -237,7 +239,9 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
     Part mine;
     try {
       const OnDevice on_device(device_);
-      nodes_ = std::make_unique<Nodes>(topology, rank_, network_bytes, network);
+      nodes_ = std::make_unique<Nodes>(topology, rank_, network_bytes, network,
+                                       hello.network != NetworkKind::kAuto || network == NetworkKind::kNvshmem,
+                                       low_latency_bytes);
       if (on_several_hosts(all)) mine.endpoint = channel_->listen_to_machines();
     } catch (const std::exception& error) {
       own_error = std::current_exception();

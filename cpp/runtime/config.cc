@@ -6,6 +6,7 @@
 
 #include <deep_moe/error.hpp>
 
+#include "layout/direct_words.hpp"
 #include "layout/low_latency_words.hpp"
 #include "layout/rail.hpp"
 #include "layout/rows.hpp"
@@ -51,6 +52,12 @@ void check_hint_arguments(std::size_t hidden_bytes, int num_ranks) {
   if (hidden_bytes == 0) throw ArgumentError("hidden_bytes: got 0, expected the bytes of one row");
 }
 
+// Ranks of a node, as far as this process can tell.
+int node_size_here(int num_ranks) {
+  const std::int64_t cut = placement_here().local_ranks;
+  return cut > 0 ? static_cast<int>(std::min<std::int64_t>(cut, num_ranks)) : kRanksPerNode;
+}
+
 }  // namespace
 
 Config::Config(int num_sms_, int nvl_send, int nvl_recv, int rdma_send, int rdma_recv)
@@ -92,8 +99,7 @@ std::size_t Config::get_nvl_buffer_size_hint(std::size_t hidden_bytes, int num_r
 
 std::size_t Config::get_rdma_buffer_size_hint(std::size_t hidden_bytes, int num_ranks) const {
   check_hint_arguments(hidden_bytes, num_ranks);
-  const std::int64_t cut = placement_here().local_ranks;
-  const int local_ranks = cut > 0 ? static_cast<int>(std::min<std::int64_t>(cut, num_ranks)) : kRanksPerNode;
+  const int local_ranks = node_size_here(num_ranks);
   if (num_ranks <= local_ranks) return 0;
   // Rows with a 32-bit scale for every 32 values of a byte, as no usual format needs more.
   const layout::RailRow row(hidden_bytes, hidden_bytes / 8, kHintRailTopk * 8, kHintRailTopk * 4, local_ranks);
@@ -129,7 +135,17 @@ std::size_t low_latency_size_hint(std::int64_t num_max_dispatch_tokens_per_rank,
                                              static_cast<int>(topk), 2 * hidden, 0, true);
   const layout::LowLatencyCombineSlot back(num_ranks, num_max_dispatch_tokens_per_rank, back_topk, 2 * hidden,
                                            back_topk > num_ranks);
-  return layout::kLowLatencySlots * layout::align_up(std::max({slot.total, there.total, back.total}), layout::kAlign);
+  const std::size_t one_node = layout::align_up(std::max({slot.total, there.total, back.total}), layout::kAlign);
+  if (num_ranks <= node_size_here(num_ranks)) return layout::kLowLatencySlots * one_node;
+  // Between nodes each pair of ranks has a part; rows back go by expert where the dispatch had no weights.
+  const std::size_t row = static_cast<std::size_t>(2 * hidden);
+  const std::size_t part = std::max(
+      layout::DirectMessage(num_max_dispatch_tokens_per_rank, num_local, static_cast<int>(topk), 2 * hidden, 0, true)
+          .bytes(num_max_dispatch_tokens_per_rank),
+      layout::DirectMessage(num_max_dispatch_tokens_per_rank, static_cast<std::int64_t>(row))
+          .bytes(num_max_dispatch_tokens_per_rank * std::min(back_topk, num_local)));
+  return layout::kLowLatencySlots *
+         std::max(one_node, static_cast<std::size_t>(num_ranks) * layout::align_up(part, layout::kAlign));
 }
 
 }  // namespace deep_moe

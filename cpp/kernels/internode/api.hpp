@@ -139,9 +139,12 @@ struct DirectRefusal {
 };
 void low_latency_refuse(const DirectDomain& domain, const MappedBlocks& network, const DirectRefusal& args,
                         Stream stream);
-// What a call needs of the layout's part_bytes.
+// What a call needs of the layout's part_bytes; a combine's rows go by expert, or one a token.
 std::int64_t direct_part_bytes(int num_ranks, const LowLatencyDispatchArgs& args);
-std::int64_t direct_part_bytes(int num_ranks, const LowLatencyCombineArgs& args);
+std::int64_t direct_part_bytes(int num_ranks, const LowLatencyCombineArgs& args, bool by_expert);
+inline bool direct_by_expert(const LowLatencyCombineArgs& args) {
+  return args.by_expert || args.recv_weights == nullptr;
+}
 
 // Loads the kernels on the current device, as kernels::prepare().
 void prepare();

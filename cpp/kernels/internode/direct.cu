@@ -9,8 +9,8 @@ namespace deep_moe::kernels::internode {
 std::int64_t direct_part_bytes(int num_ranks, const LowLatencyDispatchArgs& args) {
   return static_cast<std::int64_t>(direct_message(num_ranks, args).bytes(args.call.max_tokens));
 }
-std::int64_t direct_part_bytes(int num_ranks, const LowLatencyCombineArgs& args) {
-  return static_cast<std::int64_t>(direct_message(args).bytes(most_rows(num_ranks, args)));
+std::int64_t direct_part_bytes(int num_ranks, const LowLatencyCombineArgs& args, bool by_expert) {
+  return static_cast<std::int64_t>(direct_message(args).bytes(most_rows(num_ranks, args, by_expert)));
 }
 
 void low_latency_dispatch(const DirectDomain& domain, const MappedBlocks& network, const LowLatencyDispatchArgs& args,

@@ -117,7 +117,7 @@ __device__ __forceinline__ bool begin_call(const LowLatencyRun& run, DirectShare
     shared.last = ptx::ld_relaxed_gpu(&words.sent_epoch[state.slot]);
     shared.owed = ptx::ld_relaxed_gpu(&words.done_epoch[state.slot]) != shared.last;
     if (run.sends() && !state.failed) {
-      if (blockIdx.x == 0) ptx::st_relaxed_gpu(run.call.epoch, state.epoch);
+      if (blockIdx.x == 0 && run.call.epoch != nullptr) ptx::st_relaxed_gpu(run.call.epoch, state.epoch);
       const std::uint64_t before = ptx::atom_add_relaxed_gpu(&run.hot.notify->epoch, kOne);
       if ((before >> layout::kArrivalShift) == gridDim.x - 1) {
         ptx::st_relaxed_gpu(&words.sent_epoch[state.slot], state.epoch);

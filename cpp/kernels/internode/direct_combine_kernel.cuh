@@ -65,13 +65,10 @@ void with_direct_combine(SumType type, bool by_expert, Body body) {
   }
 }
 
-inline bool travels_by_expert(const LowLatencyCombineArgs& args) {
-  return args.by_expert || args.recv_weights == nullptr;
-}
 // The most rows that a rank holds for another.
-inline std::int64_t most_rows(int num_ranks, const LowLatencyCombineArgs& args) {
+inline std::int64_t most_rows(int num_ranks, const LowLatencyCombineArgs& args, bool by_expert) {
   const int max_local = layout::ExpertBlocks(args.call.num_experts, num_ranks).max_local_experts();
-  return args.call.max_tokens * (travels_by_expert(args) ? std::min(args.ids.topk, max_local) : 1);
+  return args.call.max_tokens * (by_expert ? std::min(args.ids.topk, max_local) : 1);
 }
 inline layout::DirectMessage direct_message(const LowLatencyCombineArgs& args) {
   return layout::DirectMessage(args.call.max_tokens, args.hidden * (args.type == SumType::kFp32 ? 4 : 2));
@@ -87,10 +84,10 @@ void launch_direct_combine(const DirectDomain& domain, const Network& network, L
   if (args.ids.num_tokens > 0 && (args.kept_ids == nullptr || args.kept_weights == nullptr))
     throw ArgumentError("kept_ids or kept_weights is null");
   DirectCombineParams params;
-  params.by_expert = travels_by_expert(args);
+  params.by_expert = direct_by_expert(args);
   params.rounds_by_holder = params.by_expert && !args.by_expert;
   params.message = direct_message(args);
-  params.part_room = room_for_rows(domain, params.message, most_rows(num_ranks, args));
+  params.part_room = room_for_rows(domain, params.message, most_rows(num_ranks, args, params.by_expert));
   params.rows.row_bytes = static_cast<std::int64_t>(params.message.row_stride);
   check_range("row bytes", params.rows.row_bytes, 16, INT32_MAX);
   if (params.rows.row_bytes % 16 != 0) throw ArgumentError("rows must be a multiple of 16 bytes");

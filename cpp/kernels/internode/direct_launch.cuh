@@ -17,10 +17,10 @@ inline void check_direct(const DirectDomain& domain, const LowLatencyCall& call)
   check_range("num_blocks", call.num_blocks, 1, 4096);
   check_range("staging.slot_bytes", call.staging.slot_bytes,
               static_cast<std::int64_t>(domain.layout.mates_slot_bytes()), INT64_MAX);
-  if (call.epoch == nullptr) throw ArgumentError("call.epoch is null");
 }
 inline void check_direct(const DirectDomain& domain, const LowLatencyCall& call, const TopkIds& ids) {
   check_direct(domain, call);
+  if (call.epoch == nullptr) throw ArgumentError("call.epoch is null");
   check_range("max_tokens", call.max_tokens, 1, layout::kMostLowLatencyTokens);
   check_ids(ids, call.num_experts, 0);
 }
