@@ -67,6 +67,7 @@ Nodes::Nodes(const Topology& topology, int rank, std::size_t network_bytes, Netw
   if (kind == NetworkKind::kNvshmem) plugin_ = &network_plugin();
   prepare_kernels();
   if (direct) {
+    if (low_latency_bytes == 0) low_latency_bytes = layout::kDefaultDirectBytes;
     const std::size_t part = low_latency_bytes / static_cast<std::size_t>(layout::kLowLatencySlots * N * L);
     direct_ = layout::DirectLayout(N, L, std::max(part / kAlign * kAlign, layout::kDirectRefusalBytes), rail_.bytes());
   }

@@ -26,7 +26,7 @@ NetworkKind network_kind_here();
 class Nodes {
  public:
   // `network_bytes`: for the rings; 0: the default. `direct`: low-latency calls take the network, with room for
-  // `low_latency_bytes` that arrive. Throws ArgumentError where kernels cannot serve so many ranks.
+  // `low_latency_bytes` that arrive; 0: the default. Throws ArgumentError where kernels cannot serve so many ranks.
   Nodes(const Topology& topology, int rank, std::size_t network_bytes, NetworkKind kind, bool direct,
         std::size_t low_latency_bytes);
 

@@ -64,6 +64,9 @@ struct DirectMessage {
   }
 };
 
+// For messages to a rank, where nobody says otherwise.
+inline constexpr std::size_t kDefaultDirectBytes = std::size_t{64} << 20;
+
 // One rank's part of the network's memory. Words first: as the network sets them, by rank of the group; then this
 // rank's own; then parts for the rows of ranks of other nodes, and those that go to them.
 class DirectLayout {

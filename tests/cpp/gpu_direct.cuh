@@ -82,7 +82,7 @@ class DirectRanks : public LowRanks {
     std::memcpy(args.reason, reason.data(), reason.size());
     internode::low_latency_refuse(domain(r), network_, args, world.rank(r).stream);
   }
-  const NodeShape& shape() const { return shape_; }
+  std::size_t network_bytes() const { return layout_.end(); }
 
  private:
   static layout::DirectLayout layout_of(const NodeShape& shape, std::int64_t part_bytes) {

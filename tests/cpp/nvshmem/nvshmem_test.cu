@@ -3,6 +3,7 @@
 // own results with the host. DEEP_MOE_NVSHMEM_PLUGIN: the plug-in's file. Needs a machine with a GPU.
 #include <dlfcn.h>
 
+#include "gpu_direct.cuh"
 #include "gpu_internode.cuh"
 #include "nvshmem/plugin.hpp"
 #include "support.hpp"
@@ -33,6 +34,62 @@ const nvshmem::Plugin& load_plugin() {
   const auto get = reinterpret_cast<nvshmem::GetPlugin>(::dlsym(library, "deep_moe_nvshmem_plugin"));
   if (get == nullptr) throw std::runtime_error("not the plug-in");
   return *get();
+}
+
+// Low-latency calls of one rank, whose peers are other processes.
+class PluginRanks : public DirectRanks {
+ public:
+  PluginRanks(const nvshmem::Plugin& plugin, int num_ranks)
+      : DirectRanks({num_ranks, 1}, 1 << 18, 8 << 20), plugin_(plugin) {
+    check_plugin(plugin.allocate(network_bytes(), &block_));
+  }
+  void dispatch(int r, const kernels::LowLatencyDispatchArgs& args) override {
+    kernels::LowLatencyDispatchArgs own = args;
+    own.call.staging = mates(r);
+    check_plugin(plugin_.low_latency_dispatch(domain(r), block_, own, world.rank(r).stream));
+  }
+  void combine(int r, const kernels::LowLatencyCombineArgs& args) override {
+    kernels::LowLatencyCombineArgs own = args;
+    own.call.staging = mates(r);
+    check_plugin(plugin_.low_latency_combine(domain(r), block_, own, world.rank(r).stream));
+  }
+
+ private:
+  const nvshmem::Plugin& plugin_;
+  char* block_ = nullptr;
+};
+
+void run_low_latency(const nvshmem::Plugin& plugin, int me, int num_ranks) {
+  PluginRanks ranks(plugin, num_ranks);
+  LowShape shape;
+  shape.num_ranks = num_ranks;
+  shape.num_tokens.clear();
+  for (int r = 0; r < num_ranks; ++r) shape.num_tokens.push_back(20 - 3 * (r % 4));
+  shape.max_tokens = 20;
+  shape.hidden = 1024;
+  shape.num_experts = 24;
+  shape.topk = 5;
+  for (const bool halves : {false, true})
+    for (const bool weights : {true, false})
+      for (const int kind : {0, 1, 2}) {
+        shape.seed += 1;
+        LowModel model(shape);
+        LowMode mode;
+        mode.halves = halves;
+        mode.weights = weights;
+        mode.fp8 = kind > 0;
+        mode.ue8m0 = kind == 2;
+        mode.num_blocks = 5 + 4 * kind;
+        ranks.clear(me);
+        LowCall call(ranks, model, me, mode);
+        call.dispatch();
+        call.check_dispatch();
+        if (halves) call.restore_inputs();
+        call.make_outputs();
+        call.combine();
+        call.check_combine();
+        expect(ranks.world.error(me).kind == 0, "an error");
+      }
 }
 
 // One process's part.
@@ -96,13 +153,14 @@ void run_rank(const Bootstrap& bootstrap) {
     const std::string wrong = sums.check(me);
     expect(wrong.empty(), wrong);
   }
+  run_low_latency(plugin, me, R);
   check_plugin(plugin.quiet(stream));
   cuda(cudaStreamSynchronize(stream));
 }
 
 }  // namespace
 
-TEST_CASE("over NVSHMEM: dispatch and combine are equal to the host, ranks as processes") {
+TEST_CASE("over NVSHMEM: dispatch and combine of both modes are equal to the host, ranks as processes") {
   for (const int num_ranks : {2, 4, 8}) {
     CAPTURE(num_ranks);
     check_all(run_processes(num_ranks, run_rank));
