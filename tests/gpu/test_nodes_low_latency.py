@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe import _network
 
 from ..cpu.test_cases_round_trip import LOW_LATENCY, low_latency
 from ..cpu.test_low_latency import GIVEN, check_masked, inputs_of, send
@@ -24,6 +23,7 @@ from ..support.gpu import World as Gpu
 from ..support.gpu import run_program_on_rank
 from ..support.inputs import Case
 from ..support.low_latency import LowLatencyCombine, LowLatencyDispatch
+from ..support.nvshmem import needs_nvshmem
 from ..support.program import BufferOptions, Program, check, execute
 from . import test_low_latency as one_node
 from . import test_low_latency_failures as failures
@@ -32,10 +32,9 @@ from . import test_low_latency_graphs as graphs
 pytestmark = pytest.mark.gpus(1)
 
 PAIR, SQUARE, LINE, WIDE = World(2, 1), World(2, 2), World(3, 1), World(4, 2)
-needs_nvshmem = pytest.mark.skipif(bool(_network.status()["problem"]), reason=_network.status()["problem"])
 OVER_BOTH = [
     *(pytest.param(world, "mapped", id=f"{world}-mapped") for world in (PAIR, SQUARE, LINE, WIDE)),
-    *(pytest.param(world, "nvshmem", id=f"{world}-nvshmem", marks=needs_nvshmem) for world in (PAIR, SQUARE)),
+    *(pytest.param(world, "nvshmem", id=f"{world}-nvshmem") for world in (PAIR, SQUARE)),
 ]
 
 
@@ -44,6 +43,13 @@ def ranks_of(world: World, network: str = "mapped") -> Gpu:
     return Gpu(
         "thread" if network == "mapped" else "process", world.ranks, settings, exact=network == "nvshmem"
     )
+
+
+@pytest.fixture(autouse=True)
+def _network_is_there(request: pytest.FixtureRequest) -> None:
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("network") == "nvshmem":
+        needs_nvshmem()
 
 
 def run(world: World, network: str, program: Program) -> list[Any]:

@@ -33,6 +33,7 @@ from ..support.program import Program, check, cut_into_nodes, execute
 from ..support.ranks import NoAnswerError, Ranks, run_ranks
 from ..support.system import Flag
 from .test_crashes import until_it_fails
+from .test_low_latency import every_kind
 
 pytestmark = pytest.mark.gpus(1)
 
@@ -290,18 +291,15 @@ def test_the_log_says_how_ranks_reach_each_other() -> None:
             assert part in line, line
 
 
-def job_low_latency(comm: Any, rank: int, _: None) -> Any:
-    buffer = across(comm, 2, 0, 64 << 20, low_latency_mode=True)
-    x, idx = on_gpu(GIVEN.x[rank]), on_gpu(GIVEN.topk_idx[rank])
-    tried = attempt(lambda: buffer.low_latency_dispatch(x, idx, 64, GIVEN.experts, use_fp8=False))
-    return tried, execute(good_high_throughput(4), rank, [buffer])
+def job_both_modes(comm: Any, rank: int, ranks_a_machine: int) -> Any:
+    buffer = across(comm, ranks_a_machine, 0, 64 << 20, low_latency_mode=True)
+    return execute(every_kind(4), rank, [buffer])
 
 
-def test_low_latency_is_refused_on_all_machines() -> None:
-    results = FOUR.run(job_low_latency)
-    for tried, _ in results:
-        tried.must_be(deep_moe.UnavailableError, "high-throughput mode alone")
-    good([one for _, one in results])
+@pytest.mark.parametrize("ranks_a_machine", [1, 2])
+def test_both_modes_and_all_payloads_on_one_buffer(ranks_a_machine: int) -> None:
+    results = FOUR.run(job_both_modes, ranks_a_machine)
+    check(replace(every_kind(4), local_ranks=ranks_a_machine), results)
 
 
 def placed(comm: Any, rank: int, environment: list[dict[str, str]]) -> Attempt:
