@@ -19,7 +19,7 @@ flags=(-std=c++20 -O3 -lineinfo -arch="$arch" -Icpp -Icpp/include -Itests/cpp -W
 say "building for $arch"
 pids=()
 for source in cpp/kernels/{intranode,internode,low_latency,bench}/*.cu \
-  tests/cpp/gpu_{notify,dispatch,combine,internode,low_latency,low_latency_logfmt,notify_timing,rows_timing,low_latency_timing}_test.cu \
+  tests/cpp/gpu_{notify,dispatch,combine,internode,low_latency,direct,low_latency_logfmt,notify_timing,rows_timing,low_latency_timing}_test.cu \
   cpp/runtime/tensor.cc cpp/cpu/simd_generic.cc tests/cpp/main.cc; do
   nvcc "${flags[@]}" -c "$source" -o "$out/${source//\//_}.o" &
   pids+=($!)

@@ -19,29 +19,6 @@ const NodeShape kShapes[] = {{2, 1}, {2, 2}, {3, 1}, {3, 2, true}, {2, 2, true}}
 
 int blocks_for(int num_ranks) { return kSmall ? 3 : std::min(33, 128 / ranks_a_gpu(num_ranks)); }
 
-// Dispatch, combine; `times`: again on the same memory.
-void check_pair(DirectRanks& ranks, const LowShape& shape, const LowMode& mode, int times = 1) {
-  LowModel model(shape);
-  Meeting together(shape.num_ranks);
-  run(shape.num_ranks, [&](int r) {
-    const Meeting::Leave leave{together};
-    for (int i = 0; i < times; ++i) {
-      ranks.clear(r);
-      LowCall call(ranks, model, r, mode);
-      together.wait();
-      call.dispatch();
-      call.check_dispatch();
-      if (mode.halves) call.restore_inputs();
-      call.make_outputs();
-      together.wait();
-      call.combine();
-      call.check_combine();
-      expect(ranks.world.error(r).kind == 0, "an error");
-      together.wait();
-    }
-  });
-}
-
 std::vector<std::int64_t> tokens(int num_ranks, std::int64_t most) {
   std::vector<std::int64_t> count;
   for (int r = 0; r < num_ranks; ++r) count.push_back(r % 3 == 1 ? most / 3 : std::max<std::int64_t>(most - r, 0));

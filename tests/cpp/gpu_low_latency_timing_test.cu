@@ -2,6 +2,7 @@
 // a row where DEEP_MOE_JSON names a file; fails if a pair is wildly slow.
 #include <cstdarg>
 
+#include "gpu_direct.cuh"
 #include "gpu_low_latency.cuh"
 
 using namespace deep_moe;
@@ -167,6 +168,41 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
         report(name, R, T, blocks, early, micros);
         CHECK_LT(micros, 200);
       }
+    }
+  }
+}
+
+// Two nodes of one rank. Puts are copies by a block here, which says nothing about a network: what is seen is what the
+// kernels take besides.
+TEST_CASE("timing: low latency between nodes, over mapped memory" * doctest::skip(no_gpu())) {
+  const int R = 2;
+  DirectRanks ranks({2, 1}, 8 << 20, std::int64_t{1800} << 20, 5.0);
+  std::printf("\n");
+  for (const std::int64_t T : {1, 8, 32, 128}) {
+    LowShape shape;
+    shape.num_ranks = R;
+    shape.num_tokens.assign(R, T);
+    shape.max_tokens = kMaxTokens;
+    shape.hidden = kHidden;
+    shape.num_experts = kExperts;
+    shape.topk = kTopk;
+    LowModel model(shape);
+    make_uniform(model);
+    for (const auto& [name, what] : {std::pair("between nodes: fp8 + bf16", What::kPair),
+                                     std::pair("between nodes: fp8 dispatch", What::kDispatch),
+                                     std::pair("between nodes: bf16 combine", What::kCombine)}) {
+      std::vector<std::unique_ptr<LowCall>> calls;
+      for (int r = 0; r < R; ++r) {
+        const OnGpuOf on(r);
+        ranks.clear(r);
+        LowMode mode;
+        mode.fp8 = true;
+        mode.num_blocks = 64;
+        calls.push_back(std::make_unique<LowCall>(ranks, model, r, mode));
+      }
+      const double micros = time_of(ranks, calls, what);
+      report(name, R, T, 64, false, micros);
+      CHECK_LT(micros, 2000);
     }
   }
 }

@@ -236,7 +236,10 @@ __device__ __forceinline__ void end_receive(const DirectRun<Network>& direct, bo
       ptx::ld_relaxed_gpu(&words.trouble[direct.slot()]) == direct.epoch())
     return;
   const int peer = static_cast<int>(threadIdx.x);
-  if (peer < run.num_ranks() && run.is_live(peer)) direct.answer(peer, direct.epoch());
+  if (peer < run.num_ranks() && run.is_live(peer)) {
+    ptx::fence_acq_rel_sys();
+    direct.answer(peer, direct.epoch());
+  }
   if (peer == 0) ptx::st_relaxed_gpu(&words.done_epoch[direct.slot()], direct.epoch());
 }
 

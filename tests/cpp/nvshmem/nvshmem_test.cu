@@ -69,27 +69,30 @@ void run_low_latency(const nvshmem::Plugin& plugin, int me, int num_ranks) {
   shape.hidden = 1024;
   shape.num_experts = 24;
   shape.topk = 5;
-  for (const bool halves : {false, true})
-    for (const bool weights : {true, false})
-      for (const int kind : {0, 1, 2}) {
-        shape.seed += 1;
-        LowModel model(shape);
-        LowMode mode;
-        mode.halves = halves;
-        mode.weights = weights;
-        mode.fp8 = kind > 0;
-        mode.ue8m0 = kind == 2;
-        mode.num_blocks = 5 + 4 * kind;
-        ranks.clear(me);
-        LowCall call(ranks, model, me, mode);
-        call.dispatch();
-        call.check_dispatch();
-        if (halves) call.restore_inputs();
-        call.make_outputs();
-        call.combine();
-        call.check_combine();
-        expect(ranks.world.error(me).kind == 0, "an error");
-      }
+  struct Case {
+    bool halves, weights;
+    int kind;
+  };
+  for (const auto& [halves, weights, kind] :
+       {Case{false, true, 1}, Case{false, false, 0}, Case{true, true, 2}, Case{true, false, 0}, Case{true, true, 0}}) {
+    shape.seed += 1;
+    LowModel model(shape);
+    LowMode mode;
+    mode.halves = halves;
+    mode.weights = weights;
+    mode.fp8 = kind > 0;
+    mode.ue8m0 = kind == 2;
+    mode.num_blocks = 5 + 4 * kind;
+    ranks.clear(me);
+    LowCall call(ranks, model, me, mode);
+    call.dispatch();
+    call.check_dispatch();
+    if (halves) call.restore_inputs();
+    call.make_outputs();
+    call.combine();
+    call.check_combine();
+    expect(ranks.world.error(me).kind == 0, "an error");
+  }
 }
 
 // One process's part.
