@@ -36,6 +36,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "NO_FENCE",  # put, then a signal, and nothing that orders them
         "UNTAGGED",  # the arrival word does not say which call it belongs to
     ),
+    "low_latency_refusal": (
+        "NO_ANSWER",  # who leaves a call answers nobody
+        "EARLY_ANSWER",  # it answers a message that has not come
+        "NO_CONSUMED",  # a slot is overwritten without the peer's consumed word
+    ),
     "refusal": (
         "NO_GATE",  # rows are sent before all ranks are known to take part
         "NO_LIMIT",  # a rank that refuses runs as far ahead as it likes

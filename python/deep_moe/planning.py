@@ -231,8 +231,11 @@ def _low_latency_memory(work: Work, max_tokens: int, dtype: str) -> tuple[int, l
     elements = owned * work.ranks * max_tokens * work.hidden
     received = elements * DTYPES[dtype] + (elements // 128 * 4 if dtype == "fp8" else 0)
     shape = f"[{owned}, {work.ranks * max_tokens}, {work.hidden}]"
+    sent = staging - staging // work.nodes
+    between = [Memory("low-latency rows, sent", sent, "to ranks of other nodes")] if sent > 0 else []
     return staging, [
         Memory("low-latency staging", staging, f"four slots for up to {max_tokens} tokens a rank"),
+        *between,
         Memory("low-latency rows", received, f"{shape} of {dtype}, an ordinary tensor"),
         Memory("low-latency combine input", elements * max(2, DTYPES[dtype]), f"{shape}, an ordinary tensor"),
     ]
