@@ -55,7 +55,8 @@ class Buffer(LowLatencyCalls):
         num_rdma_bytes: bytes of low-latency staging at the start; between nodes also what the rings of the
             high-throughput mode may take (:meth:`deep_moe.Config.get_rdma_buffer_size_hint`; the largest
             value on any rank counts, and 0 leaves room for rows of 7168 bfloat16 elements).
-        low_latency_mode: prepare for low-latency calls, which work either way.
+        low_latency_mode: prepare for low-latency calls, which work either way; between nodes over the network
+            only then with the memory that num_rdma_bytes says, which does not grow.
         num_qps_per_rank: queue pairs of the network.
         allow_nvlink_for_low_latency_mode: kept for compatibility.
         allow_mnnvl, use_fabric: GPUs share memory by fabric handles where the machine has a fabric.
