@@ -232,7 +232,9 @@ def test_a_network_part_that_is_not_there_names_the_package(tmp_path: Path, file
     said = subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout
     assert len(said.splitlines()) == 1 and str(plugin) in said
     assert (
-        "another version of deep_moe" if file == "other library" else "nvidia-nvshmem-cu13>=3.4.5,<3.5"
+        "is not the network part of deep_moe"
+        if file == "other library"
+        else "nvidia-nvshmem-cu13>=3.4.5,<3.5"
     ) in said
 
 
