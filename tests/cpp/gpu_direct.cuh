@@ -67,12 +67,12 @@ class DirectRanks : public LowRanks {
   void dispatch(int r, const kernels::LowLatencyDispatchArgs& args) override {
     kernels::LowLatencyDispatchArgs own = args;
     own.call.staging = mates(r);
-    internode::low_latency_dispatch(domain(r), network_, own, world.rank(r).stream);
+    launch(r, own);
   }
   void combine(int r, const kernels::LowLatencyCombineArgs& args) override {
     kernels::LowLatencyCombineArgs own = args;
     own.call.staging = mates(r);
-    internode::low_latency_combine(domain(r), network_, own, world.rank(r).stream);
+    launch(r, own);
   }
   void refuse(int r, const kernels::LowLatencyCall& call, const std::string& reason) {
     internode::DirectRefusal args;
@@ -80,9 +80,21 @@ class DirectRanks : public LowRanks {
     args.call.staging = mates(r);
     args.num_reason_bytes = static_cast<std::uint32_t>(reason.size());
     std::memcpy(args.reason, reason.data(), reason.size());
-    internode::low_latency_refuse(domain(r), network_, args, world.rank(r).stream);
+    launch(r, args);
   }
   std::size_t network_bytes() const { return layout_.end(); }
+
+ protected:
+  // Over another network where that is overridden.
+  virtual void launch(int r, const kernels::LowLatencyDispatchArgs& args) {
+    internode::low_latency_dispatch(domain(r), network_, args, world.rank(r).stream);
+  }
+  virtual void launch(int r, const kernels::LowLatencyCombineArgs& args) {
+    internode::low_latency_combine(domain(r), network_, args, world.rank(r).stream);
+  }
+  virtual void launch(int r, const internode::DirectRefusal& args) {
+    internode::low_latency_refuse(domain(r), network_, args, world.rank(r).stream);
+  }
 
  private:
   static layout::DirectLayout layout_of(const NodeShape& shape, std::int64_t part_bytes) {

@@ -64,8 +64,21 @@ def check_good(world: World, results: list[Any], program: Program | None = None)
     check(replace(program, local_ranks=world.local_ranks), results)
 
 
-@pytest.mark.parametrize(("world", "network"), OVER_BOTH)
-@pytest.mark.parametrize("case", LOW_LATENCY, ids=str)
+ROUND_TRIPS = [
+    pytest.param(case, world, network, id=f"{world}-{network}-{case}")
+    for world, network, step in (
+        (PAIR, "mapped", 1),
+        (SQUARE, "mapped", 1),
+        (LINE, "mapped", 4),
+        (WIDE, "mapped", 4),
+        (PAIR, "nvshmem", 4),
+        (SQUARE, "nvshmem", 4),
+    )
+    for case in LOW_LATENCY[::step]
+]
+
+
+@pytest.mark.parametrize(("case", "world", "network"), ROUND_TRIPS)
 def test_low_latency(case: Case, world: World, network: str) -> None:
     run(world, network, low_latency(world.case(case)))
 
