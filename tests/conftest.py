@@ -179,6 +179,12 @@ def form(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def process_form() -> str:
+    """Ranks as processes alone."""
+    return "process"
+
+
+@pytest.fixture
 def shared_memory() -> Iterator[None]:
     """Nothing new lies in /dev/shm after the test."""
     folder = Path("/dev/shm")

@@ -43,6 +43,11 @@ struct Groups {
       finish_streaming();
     });
   }
+  // Calls f(first row, number of rows) for the rows behind the groups, of which a fixed number of rows leaves some.
+  template <typename F>
+  void for_tail(const F& f) const {
+    if (num_rows > offsets[num_experts]) f(offsets[num_experts], num_rows - offsets[num_experts]);
+  }
   // Calls f(first row, number of rows) for the padding of each group.
   template <typename F>
   void for_padding(const F& f) const {
@@ -91,7 +96,8 @@ void make_groups(int rank, const DispatchArgs& args, const TensorView& ids, Owne
   } else {
     place(ids.as<std::int32_t>());
   }
-  meta[layout::kMetaNumExpertRows] = offsets[num_experts];
+  meta[layout::kMetaNumExpertRows] =
+      args.num_worst_tokens > 0 ? most_expert_rows(args, num_experts) : offsets[num_experts];
 }
 
 Tensor grouped_rows(Context context, const Groups& groups, const TensorView& from) {
@@ -152,13 +158,17 @@ DispatchResult group_by_expert(Context context, const DispatchArgs& args, Dispat
   std::int32_t* ids = result.recv_topk_idx.as<std::int32_t>();
   for (std::int64_t expert = 0; expert < groups.num_experts; ++expert)
     std::fill_n(ids + groups.offsets[expert], groups.counts[expert], static_cast<std::int32_t>(expert));
-  groups.for_padding([&](std::int64_t first, std::int64_t count) { std::fill_n(ids + first, count, -1); });
+  const auto no_expert = [&](std::int64_t first, std::int64_t count) { std::fill_n(ids + first, count, -1); };
+  groups.for_padding(no_expert);
+  groups.for_tail(no_expert);
   if (received.recv_topk_weights.view.defined()) {
     result.recv_topk_weights = make_host_tensor(DType::kFloat32, {groups.num_rows});
     const float* from = received.recv_topk_weights.as<float>();
     float* to = result.recv_topk_weights.as<float>();
     groups.for_each(context.pool, [&](std::int64_t, std::int64_t entry, std::int64_t row) { to[row] = from[entry]; });
-    groups.for_padding([&](std::int64_t first, std::int64_t count) { std::fill_n(to + first, count, 0.0f); });
+    const auto no_weight = [&](std::int64_t first, std::int64_t count) { std::fill_n(to + first, count, 0.0f); };
+    groups.for_padding(no_weight);
+    groups.for_tail(no_weight);
   }
   result.num_recv_tokens_per_expert = std::move(received.num_recv_tokens_per_expert);
   result.handle = std::move(received.handle);
@@ -187,6 +197,7 @@ CombineArgs sum_by_row(Context context, const CombineArgs& args, std::vector<Ten
         rows[count] = args.x.as<char>() + row * args.x.stride[0] * item;
         factors[count++] = weights != nullptr ? weights[row] : 0.0f;
       }
+      if (count == 0) continue;  // nothing has arrived there
       char* out = sums.as<char>() + received * hidden * item;
       if (weights != nullptr) {
         ops.weighted_sum_rows(args.x.dtype, rows, factors, count, out, hidden);

@@ -90,10 +90,12 @@ DispatchResult CudaBuffer::group_by_expert(const DispatchArgs& args, RowMovement
     const TensorView& ids = received.recv_topk_idx.view;
     const TensorView& weights = received.recv_topk_weights.view;
     const std::vector<std::int64_t>& sizes = received.num_recv_tokens_per_expert;
-    groups.num_experts = static_cast<int>(sizes.size());
+    const layout::ExpertBlocks blocks(static_cast<int>(move->num_experts), num_ranks);
+    groups.num_experts = blocks.num_local_experts(rank);
     groups.num_received = ids.shape[0];
     groups.topk = static_cast<int>(ids.shape[1]);
-    groups.num_rows = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+    groups.num_rows = move->worst_rows > 0 ? most_expert_rows(args, groups.num_experts)
+                                           : std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
     if (groups.num_rows > kMaxRows)
       throw_value("expert_major", std::to_string(groups.num_rows) + " rows, padding included",
                   "at most " + std::to_string(kMaxRows));

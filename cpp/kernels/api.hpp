@@ -161,8 +161,8 @@ inline constexpr int kMaxGroupedExperts = 4096;
 struct ExpertGroups {
   int num_experts = 0;              // L, up to kMaxGroupedExperts
   int topk = 0;                     // K
-  std::int64_t num_received = 0;    // N
-  std::int64_t num_rows = 0;        // P, padding included
+  std::int64_t num_received = 0;    // N; where that is a bound, ids are -1 past what has arrived
+  std::int64_t num_rows = 0;        // P, padding included, or a bound of it
   std::int32_t* offsets = nullptr;  // [L + 1]
   std::int32_t* counts = nullptr;   // [L] rows of a group before its padding
   std::int32_t* rows = nullptr;     // [N, K] row of an entry, or -1
@@ -174,16 +174,16 @@ struct PlaceByExpertArgs {
   const void* ids = nullptr;  // [N, K] local ids, or -1
   int id_bytes = 8;
   const float* weights = nullptr;   // [N, K] or null
-  std::int64_t alignment = 1;       // of groups; num_rows is what follows from it
+  std::int64_t alignment = 1;       // of groups; they end at num_rows or before it
   std::int32_t* scratch = nullptr;  // [place_by_expert_words(groups)]
   // Out.
-  std::int32_t* experts = nullptr;  // [P], -1 in padding
-  float* row_weights = nullptr;     // [P], 0 in padding; with weights
+  std::int32_t* experts = nullptr;  // [P], -1 in padding and behind the groups
+  float* row_weights = nullptr;     // [P], 0 there; with weights
 };
 void place_by_expert(const PlaceByExpertArgs& args, Stream stream);
 std::int64_t place_by_expert_words(const ExpertGroups& groups);
 
-// Copies received rows, which have no gaps, to their groups. Padding becomes zero.
+// Copies received rows, which have no gaps, to their groups. Padding becomes zero; what is behind the groups stays.
 struct GroupRowsArgs {
   ExpertGroups groups;
   const void* x = nullptr;
@@ -196,6 +196,7 @@ struct GroupRowsArgs {
 void group_rows(const GroupRowsArgs& args, Stream stream);
 
 // One row for each received one: the sum of its rows in the groups, in fp32, in the order of its entries, rounded once.
+// Received rows without entries are passed over.
 struct SumGroupsArgs {
   ExpertGroups groups;
   SumType type = SumType::kBf16;

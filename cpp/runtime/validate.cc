@@ -146,6 +146,11 @@ void check_no_overlap(const char* name, const TensorView& view, const TensorView
 
 bool is_expert_major(const DispatchHandle& handle) { return handle.expert_rows.defined(); }
 
+std::int64_t most_expert_rows(const DispatchArgs& args, std::int64_t num_local_experts) {
+  const std::int64_t alignment = args.expert_alignment, entries = args.num_worst_tokens * args.topk_idx.shape[1];
+  return (entries + num_local_experts * (alignment - 1) + alignment - 1) / alignment * alignment;
+}
+
 bool is_sum_dtype(DType dtype) {
   return dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat32;
 }
@@ -224,9 +229,6 @@ void validate(const DispatchArgs& args, int num_ranks, bool read_ids, int num_no
     throw_value("expert_alignment", num(args.expert_alignment), "1 to " + num(kMaxRows));
   if (args.num_worst_tokens < 0 || args.num_worst_tokens > kMaxRows)
     throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 to " + num(kMaxRows));
-  if (args.expert_major && args.num_worst_tokens > 0)
-    throw_value("num_worst_tokens", num(args.num_worst_tokens),
-                "0 with expert_major: how many rows there are follows from what arrives");
   if (args.expert_major && args.handle == nullptr && !args.topk_idx.defined())
     throw_value("expert_major", "True without topk_idx", "topk_idx as well: rows are grouped by their ids");
   if (args.handle != nullptr) {
@@ -238,14 +240,18 @@ void validate(const DispatchArgs& args, int num_ranks, bool read_ids, int num_no
     if (args.expert_major && !is_expert_major(*args.handle))
       throw_value("expert_major", "True with the handle of a dispatch that was not expert-major",
                   "the handle of one that was: the order of rows is the handle's");
-    if (args.num_worst_tokens > 0 && is_expert_major(*args.handle))
-      throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 with the handle of an expert-major dispatch");
     if (args.num_worst_tokens > 0 && args.num_worst_tokens != num_recv)
       throw_value("num_worst_tokens", num(args.num_worst_tokens), "0 or the handle's " + num(num_recv));
   } else if (args.topk_idx.defined()) {
     check_topk_idx_shape(args.topk_idx, args.num_experts);
     check_topk_weights(args.topk_weights, args.topk_idx);
     num_tokens = args.topk_idx.shape[0];
+    if (args.expert_major && args.num_worst_tokens > 0) {
+      const std::int64_t rows = most_expert_rows(args, (args.num_experts + num_ranks - 1) / num_ranks);
+      if (rows > kMaxRows)
+        throw_value("num_worst_tokens", num(args.num_worst_tokens) + ", with expert_major " + num(rows) + " rows",
+                    "at most " + num(kMaxRows) + " rows");
+    }
   } else {
     const TensorView& matrix = args.is_token_in_rank;
     if (!matrix.defined())

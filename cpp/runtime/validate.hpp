@@ -32,6 +32,9 @@ void check_output(const TensorView& out);
 void check_no_overlap(const char* name, const TensorView& view, const TensorView& out, bool same_allowed);
 bool is_sum_dtype(DType dtype);  // bf16, fp16, fp32
 bool is_expert_major(const DispatchHandle& handle);
+// Rows by expert of an expert-major dispatch with num_worst_tokens, whatever arrives: each entry of each row has one,
+// and each group its padding.
+std::int64_t most_expert_rows(const DispatchArgs& args, std::int64_t num_local_experts);
 
 // `read_ids`: also check every id, which reads topk_idx on the host.
 void validate(const DispatchArgs& args, int num_ranks, bool read_ids = true, int num_nodes = 1);

@@ -288,8 +288,8 @@ class Buffer(LowLatencyCalls):
             config: tuning numbers, as of :meth:`get_dispatch_config`; None: the SMs of :meth:`set_num_sms`.
             previous_event, async_finish, allocate_on_comm_stream: as in :meth:`get_dispatch_layout`.
             num_experts: E.
-            expert_major: rows grouped by local expert, for grouped GEMMs, see below. Needs ``topk_idx``, and
-                no ``num_worst_tokens``. A handle has its order with it. Each rank may choose for itself.
+            expert_major: rows grouped by local expert, for grouped GEMMs, see below. Needs ``topk_idx``. A
+                handle has its order with it. Each rank may choose for itself.
 
         Returns:
             ``(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event)``
@@ -312,6 +312,11 @@ class Buffer(LowLatencyCalls):
             - the list: rows of each group, padding included;
             - handle: an :class:`deep_moe.ExpertMajorHandle`; its expert_offsets, expert_counts and
               expert_rows, on the Buffer's device, tell where which row is.
+
+            Expert-major with ``num_worst_tokens``, which then bounds N, P is what so many rows can become:
+            ``num_worst_tokens * K + L * (expert_alignment - 1)``, rounded up to the alignment. The list is
+            empty; behind the last group, at ``expert_offsets[-1]``, ids are -1, weights 0, and rows hold
+            anything.
 
             Ids and weights that were not given come back as None; with ``handle`` all but recv_x and the
             event are None. Received tensors belong to the caller, live as long as they are referenced and

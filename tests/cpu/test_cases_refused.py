@@ -119,9 +119,9 @@ REFUSALS = [
     Refusal(
         "expert-major-worst",
         HT,
-        put(expert_major=True, num_worst_tokens=99),
+        put(expert_major=True, num_worst_tokens=1 << 30),
         ValueError,
-        ("num_worst_tokens", 99, "expert_major"),
+        ("num_worst_tokens", 1 << 30, "expert_major", (1 << 31) - 1),
     ),
     Refusal("no-experts", HT, put(num_experts=0), ValueError, ("num_experts", 0)),
     Refusal("no-layout", HT, put(num_experts=None), ValueError, ("num_experts",)),

@@ -1,6 +1,7 @@
 """The calls that published programs for training make, exactly as they make them: each must run unchanged.
 
-They import ``deep_ep``, as the programs do; the shim gives them deep_moe.
+They import ``deep_ep``, as the programs do; the shim gives them deep_moe. On GPUs ``gpu/test_consumers``
+runs them.
 Results are checked against the reference; beyond that it matters that the calls are taken, and that what
 comes back has the form that the program relies on.
 """
@@ -14,8 +15,9 @@ import torch
 from deep_moe import reference
 
 from ..support.compare import same_values
+from ..support.device import on_cpu, where
 from ..support.inputs import Case
-from ..support.ranks import run_ranks
+from ..support.ranks import run_job
 from ..support.shim import deep_ep
 
 CASE = Case("consumer", (12, 9), hidden=512, experts=8, topk=4)
@@ -89,22 +91,23 @@ class FusedCombine(torch.autograd.Function):
         return rows, None, None
 
 
+def job_megatron(comm: Any, rank: int, given: tuple[list[torch.Tensor], list[torch.Tensor]]) -> Any:
+    buffer = deep_ep.Buffer(None, comm=comm)
+    x, weights = (where(buffer, part[rank]).clone().requires_grad_() for part in given)
+    idx = where(buffer, GIVEN.topk_idx[rank])
+    rows, ids, probs, _, handle = FusedDispatch.apply(x, idx, weights, buffer)
+    y = rows * torch.where(ids >= 0, probs, 0.0).sum(1, keepdim=True)
+    out = FusedCombine.apply(y, handle, buffer)
+    out.backward(torch.ones_like(out))
+    return on_cpu((out, x.grad, weights.grad))
+
+
 def test_megatron_autograd(form: str) -> None:
     """Gradients through dispatch, weighted rows and combine are those of the same layer on one rank."""
     whole = [torch.randint(-4, 5, x.shape).float() for x in GIVEN.x if isinstance(x, torch.Tensor)]
     eighths = [(weights * 8).round() / 8 for weights in GIVEN.topk_weights]
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_ep.Buffer(None, comm=comm)
-        x = whole[rank].clone().requires_grad_()
-        weights = eighths[rank].clone().requires_grad_()
-        rows, ids, probs, _, handle = FusedDispatch.apply(x, GIVEN.topk_idx[rank], weights, buffer)
-        y = rows * torch.where(ids >= 0, probs, 0.0).sum(1, keepdim=True)
-        out = FusedCombine.apply(y, handle, buffer)
-        out.backward(torch.ones_like(out))
-        return out.detach(), x.grad, weights.grad
-
-    for rank, (out, grad_x, grad_weights) in enumerate(run_ranks(rank_main, 2, form=form)):
+    results = run_job(job_megatron, (whole, eighths), form=form)
+    for rank, (out, grad_x, grad_weights) in enumerate(results):
         total = eighths[rank].sum(1, keepdim=True)
         same_values(out, whole[rank] * total, f"rank {rank}, output")
         same_values(grad_x, total.expand_as(grad_x).contiguous(), f"rank {rank}, gradient of x")
@@ -112,33 +115,34 @@ def test_megatron_autograd(form: str) -> None:
         same_values(grad_weights, expected, f"rank {rank}, gradient of the weights")
 
 
+def job_megatron_buffers(comm: Any, rank: int, _: Any) -> Any:
+    kept: list[Any] = []
+
+    def get_buffer(hidden_bytes: int) -> Any:
+        size = comm.Get_size()
+        nvl = rdma = 0
+        for config in (deep_ep.Buffer.get_dispatch_config(size), deep_ep.Buffer.get_combine_config(size)):
+            nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size), nvl)
+            rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size), rdma)
+        last = kept[-1] if kept else None
+        too_small = last is None or last.num_nvl_bytes < nvl or last.num_rdma_bytes < rdma
+        if too_small or last.group != comm:
+            kept.append(deep_ep.Buffer(None, nvl, rdma, comm=comm))
+        return kept[-1]
+
+    def layer(x: Any) -> Any:
+        buffer = get_buffer(x.size(1) * max(x.element_size(), 2))
+        idx = where(buffer, GIVEN.topk_idx[rank])
+        sent = buffer.dispatch(where(buffer, x), topk_idx=idx, num_experts=8)
+        return buffer.combine(sent[0], sent[4])[0]
+
+    narrow, wide = GIVEN.x[rank][:, :256].contiguous(), GIVEN.x[rank]
+    return [layer(x) for x in (narrow, narrow, wide, narrow)], len(kept)
+
+
 def test_megatron_keeps_a_buffer_while_it_is_large_enough(form: str) -> None:
     """It asks the configs for sizes at every layer; a new Buffer is made only if the old one reports less."""
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        kept: list[Any] = []
-
-        def get_buffer(hidden_bytes: int) -> Any:
-            size = comm.Get_size()
-            nvl = rdma = 0
-            for config in (deep_ep.Buffer.get_dispatch_config(size), deep_ep.Buffer.get_combine_config(size)):
-                nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size), nvl)
-                rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size), rdma)
-            last = kept[-1] if kept else None
-            too_small = last is None or last.num_nvl_bytes < nvl or last.num_rdma_bytes < rdma
-            if too_small or last.group != comm:
-                kept.append(deep_ep.Buffer(None, nvl, rdma, comm=comm))
-            return kept[-1]
-
-        def layer(x: Any) -> Any:
-            buffer = get_buffer(x.size(1) * max(x.element_size(), 2))
-            sent = buffer.dispatch(x, topk_idx=GIVEN.topk_idx[rank], num_experts=8)
-            return buffer.combine(sent[0], sent[4])[0]
-
-        narrow, wide = GIVEN.x[rank][:, :256].contiguous(), GIVEN.x[rank]
-        return [layer(x) for x in (narrow, narrow, wide, narrow)], len(kept)
-
-    for rank, (outs, buffers) in enumerate(run_ranks(rank_main, 2, form=form)):
+    for rank, (outs, buffers) in enumerate(run_job(job_megatron_buffers, form=form)):
         assert buffers == 2
         ranks = reference.layout(GIVEN.topk_idx[rank], 8, 2).is_token_in_rank.sum(1, keepdim=True)
         for out in outs:
@@ -164,13 +168,14 @@ class SavedHandle(torch.autograd.Function):
         return ctx.buffer.combine(grad, ctx.saved_tensors)[0], None, None
 
 
-def test_xtuner_saves_the_handle_for_backward(form: str) -> None:
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_ep.Buffer(None, comm=comm)
-        x = GIVEN.x[rank].clone().requires_grad_()
-        SavedHandle.apply(x, GIVEN.topk_idx[rank], buffer).float().sum().backward()
-        return x.grad
+def job_xtuner(comm: Any, rank: int, _: Any) -> Any:
+    buffer = deep_ep.Buffer(None, comm=comm)
+    x = where(buffer, GIVEN.x[rank]).clone().requires_grad_()
+    SavedHandle.apply(x, where(buffer, GIVEN.topk_idx[rank]), buffer).float().sum().backward()
+    return on_cpu(x.grad)
 
-    for rank, grad in enumerate(run_ranks(rank_main, 2, form=form)):
+
+def test_xtuner_saves_the_handle_for_backward(form: str) -> None:
+    for rank, grad in enumerate(run_job(job_xtuner, form=form)):
         ranks = reference.layout(GIVEN.topk_idx[rank], 8, 2).is_token_in_rank.sum(1, keepdim=True)
         same_values(grad, ranks.to(grad.dtype).expand_as(grad).contiguous(), f"rank {rank}")

@@ -41,6 +41,9 @@ def program(case: Case, local_ranks: int = 0) -> Program:
             CachedDispatch(5, case.rows(3)),
             GroupedDispatch(given, alignment=128, asynchronous=True),
             GroupedCombine(10, seed=3, asynchronous=True),
+            GroupedDispatch(given, alignment=16, worst=sum(case.tokens) + 3),
+            GroupedCombine(12, seed=4, row_weights=True, biases=1),
+            GroupedCachedDispatch(12, case.rows(4)),
         ],
         local_ranks=local_ranks,
     )
@@ -115,6 +118,30 @@ def test_the_padding_is_zero_in_memory_that_was_used() -> None:
         del rows
 
 
+def test_a_fixed_number_of_rows() -> None:
+    """As many as could be: each entry of each row, and the padding of each group; unused ones are marked."""
+    buffer = alone()
+    x, idx = torch.ones(3, 8), torch.tensor([[0, 2], [2, -1], [2, 2]])
+    rows, experts, weights, sizes, handle, _ = buffer.dispatch(
+        x,
+        topk_idx=idx,
+        topk_weights=torch.rand(3, 2),
+        num_experts=3,
+        num_worst_tokens=5,
+        expert_alignment=4,
+        expert_major=True,
+    )
+    assert sizes == [] and len(rows) == len(experts) == len(weights) == 20  # 5 * 2 + 3 * 3, aligned
+    assert handle.expert_offsets.tolist() == [0, 4, 4, 8] and handle.expert_counts.tolist() == [1, 0, 4]
+    assert experts.tolist() == [0, -1, -1, -1, 2, 2, 2, 2] + [-1] * 12
+    assert handle.expert_rows.tolist() == [[0, 4], [5, -1], [6, 7], [-1, -1], [-1, -1]]
+    assert not weights[8:].any()
+    rows[8:] = float("nan")
+    assert buffer.combine(rows, handle)[0][:, 0].tolist() == [2, 1, 2]
+    again = buffer.dispatch(2 * x, handle=handle, num_worst_tokens=5)[0]
+    assert again.shape == rows.shape and torch.equal(again[:8], 2 * rows[:8])
+
+
 def test_each_rank_may_choose_for_itself(form: str) -> None:
     given = two(name="choice").inputs()
 
@@ -147,15 +174,17 @@ def test_what_dispatch_refuses() -> None:
     buffer = alone()
     plain = routed(buffer)[4]
     grouped = routed(buffer, expert_major=True)[4]
-    with pytest.raises(ValueError, match="num_worst_tokens: got 4, expected 0 with expert_major"):
-        routed(buffer, expert_major=True, num_worst_tokens=4)
+    with pytest.raises(
+        ValueError, match="num_worst_tokens: got 2147483646, with expert_major 6442450941 rows"
+    ):
+        routed(buffer, expert_major=True, num_worst_tokens=2**31 - 2, expert_alignment=2**31 - 1)
     counts = buffer.get_dispatch_layout(torch.tensor([[0], [1]]), 2)
     with pytest.raises(ValueError, match="expert_major: got True without topk_idx"):
         buffer.dispatch(torch.ones(2, 8), None, counts[0], None, counts[3], counts[2], expert_major=True)
     with pytest.raises(ValueError, match="expert_major: got True with the handle of a dispatch that was not"):
         buffer.dispatch(torch.ones(2, 8), handle=plain, expert_major=True)
-    with pytest.raises(ValueError, match="num_worst_tokens: got 2, expected 0"):
-        buffer.dispatch(torch.ones(2, 8), handle=grouped, num_worst_tokens=2)
+    with pytest.raises(ValueError, match="num_worst_tokens: got 3, expected 0 or the handle's 2"):
+        buffer.dispatch(torch.ones(2, 8), handle=grouped, num_worst_tokens=3)
     assert len(routed(buffer, expert_major=True)[0]) == 2
 
 

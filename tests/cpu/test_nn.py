@@ -1,6 +1,7 @@
 """``deep_moe.nn``: gradients are those of a dense computation of all ranks' tokens, and graphs do not break.
 
-The experts of these tests: expert e turns a row into ``tanh(row * scale[e])``.
+The experts of these tests: expert e turns a row into ``tanh(row * scale[e])``. On GPUs
+``gpu/test_nn`` runs them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import deep_moe
 import deep_moe.nn as moe
 from deep_moe import reference
+from deep_moe.comm import ThreadComm
 
 from ..support.attempts import attempt
+from ..support.device import on_cpu, settle, where
 from ..support.inputs import Case, Inputs
-from ..support.ranks import run_ranks
+from ..support.ranks import run_job, run_ranks
 
 CASES = [
     Case("even", (6, 6), hidden=32, experts=4, topk=2),
@@ -41,6 +44,18 @@ def rows_of(given: Inputs, rank: int) -> Tensor:
 
 def weights_of(given: Inputs, rank: int) -> Tensor:
     return given.topk_weights[rank].clone().requires_grad_()
+
+
+def leaf(buffer: deep_moe.Buffer, values: Tensor) -> Tensor:
+    """The values on the Buffer's device, for gradients."""
+    return where(buffer, values.detach()).clone().requires_grad_()
+
+
+def mine(buffer: deep_moe.Buffer, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's rows, ids and weights on the Buffer's device; rows and weights have gradients."""
+    rank = buffer.rank
+    x, weights = leaf(buffer, rows_of(given, rank)), leaf(buffer, given.topk_weights[rank])
+    return x, where(buffer, given.topk_idx[rank]), weights
 
 
 def scales_of(case: Case) -> Tensor:
@@ -77,20 +92,21 @@ def gradients(
     case: Case, comm: Any, rank: int, worst: bool = False, backend: str = "", fullgraph: bool = True
 ) -> Any:
     """Output and gradients of one rank; the loss weighs every element differently."""
-    buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
+    buffer = deep_moe.Buffer(None, comm=comm)
     ranks = comm.Get_size()
-    x, weights, scales = rows_of(given, rank), weights_of(given, rank), local_scales(case, rank, ranks)
+    x, idx, weights = mine(buffer, case.inputs())
+    scales = leaf(buffer, local_scales(case, rank, ranks))
     run = torch.compile(layer, backend=backend, fullgraph=fullgraph) if backend else layer
     rows = ranks * max(case.tokens) if worst else 0
     for _ in range(2):  # the second time compiled code is there
         x.grad = weights.grad = scales.grad = None
-        out = run(buffer, x, given.topk_idx[rank], weights, scales, case, rows)
+        out = run(buffer, x, idx, weights, scales, case, rows)
         (out * loss_weights(out)).sum().backward()
-    return out.detach(), x.grad, weights.grad, scales.grad
+    return on_cpu((out, x.grad, weights.grad, scales.grad))
 
 
 def loss_weights(out: Tensor) -> Tensor:
-    return torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).sin()
+    return torch.arange(out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape).sin()
 
 
 def dense_gradients(case: Case) -> list[tuple[Tensor, ...]]:
@@ -115,34 +131,37 @@ def same_gradients(case: Case, results: list[Any]) -> None:
             torch.testing.assert_close(one, other, msg=lambda text, r=rank, n=name: f"rank {r}, {n}: {text}")
 
 
+def job_gradients(comm: Any, rank: int, work: tuple[Case, bool]) -> Any:
+    case, worst = work
+    return gradients(case, comm, rank, worst)
+
+
 @pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_are_those_of_the_dense_layer(case: Case, worst: bool, form: str) -> None:
-    same_gradients(
-        case, run_ranks(lambda comm, rank: gradients(case, comm, rank, worst), len(case.tokens), form=form)
-    )
+    same_gradients(case, run_job(job_gradients, (case, worst), ranks=len(case.tokens), form=form))
+
+
+def job_what_comes_back(comm: Any, rank: int, case: Case) -> Any:
+    buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
+    x, idx, weights = (where(buffer, part[rank]) for part in (given.x, given.topk_idx, given.topk_weights))
+    sent = moe.dispatch(buffer, x, idx, weights, num_experts=case.experts, expert_alignment=4)
+    bare = moe.dispatch(buffer, x, idx, num_experts=case.experts)
+    fixed = moe.dispatch(buffer, x, idx, weights, num_experts=case.experts, num_worst_tokens=40)
+    assert bare.topk_weights is None and fixed.num_tokens_per_expert is None
+    assert moe.combine(buffer, bare.x, bare.handle).topk_weights is None
+    assert sent.event.event is None and isinstance(sent.handle, deep_moe.DispatchHandle)
+    tail = [part[sent.x.shape[0] :] for part in (fixed.x, fixed.topk_weights)]
+    return on_cpu((sent.x, sent.topk_idx, sent.topk_weights, sent.num_tokens_per_expert, tail))
 
 
 def test_what_comes_back(form: str) -> None:
     case = CASES[1]
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
-        x, idx, weights = given.x[rank], given.topk_idx[rank], given.topk_weights[rank]
-        sent = moe.dispatch(buffer, x, idx, weights, num_experts=case.experts, expert_alignment=4)
-        bare = moe.dispatch(buffer, x, idx, num_experts=case.experts)
-        fixed = moe.dispatch(buffer, x, idx, weights, num_experts=case.experts, num_worst_tokens=40)
-        assert bare.topk_weights is None and fixed.num_tokens_per_expert is None
-        assert moe.combine(buffer, bare.x, bare.handle).topk_weights is None
-        assert sent.event.event is None and isinstance(sent.handle, deep_moe.DispatchHandle)
-        tail = [part[sent.x.shape[0] :] for part in (fixed.x, fixed.topk_weights)]
-        return sent.x, sent.topk_idx, sent.topk_weights, sent.num_tokens_per_expert, tail
-
     given = case.inputs()
     expected = reference.dispatch(
         given.x, given.topk_idx, case.experts, given.topk_weights, expert_alignment=4
     )
-    for got, want in zip(run_ranks(rank_main, 3, form=form), expected, strict=True):
+    for got, want in zip(run_job(job_what_comes_back, case, ranks=3, form=form), expected, strict=True):
         x, ids, weights, counts, tail = got
         assert torch.equal(x, want.x) and torch.equal(ids, want.topk_idx)
         assert torch.equal(weights, want.topk_weights) and counts.tolist() == want.num_tokens_per_expert
@@ -150,46 +169,49 @@ def test_what_comes_back(form: str) -> None:
         assert all(not part.any() for part in tail)
 
 
+def job_old_nans(comm: Any, rank: int, case: Case) -> Any:
+    buffer = deep_moe.Buffer(None, num_nvl_bytes=1 << 22, comm=comm)
+    nans = where(buffer, torch.full((64, case.hidden), torch.nan))
+    everywhere = where(buffer, torch.arange(case.experts).repeat(64, 1))
+    buffer.dispatch(nans, topk_idx=everywhere, num_experts=case.experts)
+    x, idx, _ = mine(buffer, case.inputs())
+    scales = leaf(buffer, local_scales(case, rank, 2))
+    sent = moe.dispatch(buffer, x, idx, num_experts=case.experts, num_worst_tokens=96)
+    y = sent.x * scales.sum(0)
+    rows = moe.combine(buffer, y, sent.handle).x
+    again = moe.dispatch_by_handle(buffer, rows, sent.handle)
+    (again**2).sum().backward()
+    return on_cpu((x.grad, scales.grad, again, sent.handle.recv_src_idx))
+
+
 def test_a_tail_of_old_nans_stays_out_of_the_gradients(form: str) -> None:
     """Rows that nothing arrives for lie where NaNs lay before."""
-    case = CASES[0]
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer, given = deep_moe.Buffer(None, num_nvl_bytes=1 << 22, comm=comm), case.inputs()
-        nans = torch.full((64, case.hidden), torch.nan)
-        everywhere = torch.arange(case.experts).repeat(64, 1)
-        buffer.dispatch(nans, topk_idx=everywhere, num_experts=case.experts)
-        x, scales = rows_of(given, rank), local_scales(case, rank, 2)
-        sent = moe.dispatch(buffer, x, given.topk_idx[rank], num_experts=case.experts, num_worst_tokens=96)
-        y = sent.x @ scales.sum(0).diag()
-        rows = moe.combine(buffer, y, sent.handle).x
-        again = moe.dispatch_by_handle(buffer, rows, sent.handle)
-        (again**2).sum().backward()
-        return x.grad, scales.grad, again[sent.handle.recv_src_idx < 0]
-
-    for *finite, tail in run_ranks(rank_main, 2, form=form):
+    for *finite, again, source in run_job(job_old_nans, CASES[0], form=form):
+        tail = again[source < 0]
         assert all(torch.isfinite(grad).all() for grad in finite)
         assert len(tail) > 80 and not tail.any()
+
+
+def job_by_handle(comm: Any, rank: int, case: Case) -> Any:
+    buffer = deep_moe.Buffer(None, comm=comm)
+    x, idx, weights = mine(buffer, case.inputs())
+    bias = leaf(buffer, torch.full((case.tokens[rank], case.hidden), 0.5))
+    sent = moe.dispatch(buffer, x.detach(), idx, weights, num_experts=case.experts)
+    rows = moe.dispatch_by_handle(buffer, x, sent.handle)
+    settle(buffer)
+    assert torch.equal(rows, sent.x) and sent.topk_weights is not None
+    back = moe.combine(buffer, rows, sent.handle, sent.topk_weights * 3, bias)
+    assert back.topk_weights is not None
+    loss = (back.x * loss_weights(back.x)).sum() + (back.topk_weights * loss_weights(weights)).sum()
+    loss.backward()
+    return on_cpu((back.x, back.topk_weights, x.grad, weights.grad, bias.grad))
 
 
 def test_gradients_of_weights_bias_and_dispatch_by_handle(form: str) -> None:
     case = CASES[1]
     given, ranks = case.inputs(), len(case.tokens)
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(None, comm=comm)
-        x, weights = rows_of(given, rank), weights_of(given, rank)
-        bias = torch.full((case.tokens[rank], case.hidden), 0.5, requires_grad=True)
-        sent = moe.dispatch(buffer, x.detach(), given.topk_idx[rank], weights, num_experts=case.experts)
-        rows = moe.dispatch_by_handle(buffer, x, sent.handle)
-        assert torch.equal(rows, sent.x) and sent.topk_weights is not None
-        back = moe.combine(buffer, rows, sent.handle, sent.topk_weights * 3, bias)
-        assert back.topk_weights is not None
-        loss = (back.x * loss_weights(back.x)).sum() + (back.topk_weights * loss_weights(weights)).sum()
-        loss.backward()
-        return back.x.detach(), back.topk_weights.detach(), x.grad, weights.grad, bias.grad
-
-    for rank, (out, summed, *grads) in enumerate(run_ranks(rank_main, ranks, form=form)):
+    results = run_job(job_by_handle, case, ranks=ranks, form=form)
+    for rank, (out, summed, *grads) in enumerate(results):
         idx = given.topk_idx[rank]
         times = reference.layout(idx, case.experts, ranks).is_token_in_rank.sum(1, keepdim=True)
         x, weights = rows_of(given, rank).detach(), given.topk_weights[rank]
@@ -200,90 +222,103 @@ def test_gradients_of_weights_bias_and_dispatch_by_handle(form: str) -> None:
         torch.testing.assert_close(grads[2], loss_weights(x))
 
 
+def twice(x: Tensor, out: Tensor) -> Tensor:
+    """The gradient of the square of a gradient."""
+    (first,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), x)
+    return second
+
+
+def job_twice(comm: Any, rank: int, case: Case) -> Any:
+    buffer = deep_moe.Buffer(None, comm=comm)
+    x, idx, weights = mine(buffer, case.inputs())
+    scales = leaf(buffer, local_scales(case, rank, 2))
+    return on_cpu(twice(x, layer(buffer, x, idx, weights.detach(), scales, case)))
+
+
 def test_gradients_of_gradients(form: str) -> None:
     case = CASES[0]
     given = case.inputs()
-
-    def twice(x: Tensor, out: Tensor) -> Tensor:
-        (first,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad((first**2).sum(), x)
-        return second
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer, x = deep_moe.Buffer(None, comm=comm), rows_of(given, rank)
-        scales = local_scales(case, rank, 2)
-        return twice(x, layer(buffer, x, given.topk_idx[rank], given.topk_weights[rank], scales, case))
-
-    for rank, got in enumerate(run_ranks(rank_main, 2, form=form)):
+    for rank, got in enumerate(run_job(job_twice, case, form=form)):
         x = rows_of(given, rank)
         want = twice(x, experts(x, given.topk_idx[rank], given.topk_weights[rank], scales_of(case)))
         torch.testing.assert_close(got, want)
 
 
+def job_overlap(comm: Any, rank: int, case: Case) -> Any:
+    buffer = deep_moe.Buffer(None, comm=comm)
+    x, idx, _ = mine(buffer, case.inputs())
+    sent = moe.dispatch(buffer, x, idx, num_experts=case.experts, async_finish=True)
+    assert sent.event.event is not None
+    with sent.event(release_handle=True):
+        shared = x * 2
+    back = moe.combine(buffer, sent.x, sent.handle, async_finish=True)
+    assert back.event.event is not None and sent.event.event is None
+    with back.event:
+        shared = shared + 1
+    (back.x + shared).sum().backward()
+    wrong = attempt(
+        lambda: moe.dispatch(buffer, x, idx, num_experts=4, num_worst_tokens=40, async_finish=True)
+    )
+    return on_cpu(x.grad), wrong
+
+
 def test_overlap_by_the_events_context(form: str) -> None:
     case = CASES[0]
     given = case.inputs()
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer, x = deep_moe.Buffer(None, comm=comm), rows_of(given, rank)
-        idx = given.topk_idx[rank]
-        sent = moe.dispatch(buffer, x, idx, num_experts=case.experts, async_finish=True)
-        assert sent.event.event is not None
-        with sent.event(release_handle=True):
-            shared = x * 2
-        back = moe.combine(buffer, sent.x, sent.handle, async_finish=True)
-        assert back.event.event is not None and sent.event.event is None
-        with back.event:
-            shared = shared + 1
-        (back.x + shared).sum().backward()
-        wrong = attempt(
-            lambda: moe.dispatch(buffer, x, idx, num_experts=4, num_worst_tokens=40, async_finish=True)
-        )
-        return x.grad, wrong
-
-    for rank, (grad, wrong) in enumerate(run_ranks(rank_main, 2, form=form)):
+    for rank, (grad, wrong) in enumerate(run_job(job_overlap, case, form=form)):
         times = reference.layout(given.topk_idx[rank], case.experts, 2).is_token_in_rank.sum(1, keepdim=True)
         torch.testing.assert_close(grad, (times + 2.0).expand_as(grad))
         wrong.must_be(ValueError, "async_finish", "num_worst_tokens")
 
 
 # ---- torch.compile ----
+def as_new(comm: Any, rank: int) -> None:
+    """Nothing compiled by an earlier job; ranks may be threads, which share what has been."""
+    comm.allgather(None)
+    if rank == 0 or not isinstance(comm, ThreadComm):
+        torch._dynamo.reset()
+    comm.allgather(None)
+
+
+def job_compiled(comm: Any, rank: int, work: tuple[Case, bool]) -> Any:
+    case, worst = work
+    as_new(comm, rank)
+    torch._dynamo.config.capture_dynamic_output_shape_ops = not worst
+    return gradients(case, comm, rank, worst, backend="aot_eager")
+
+
 @pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 def test_compiled_without_a_graph_break(case: Case, worst: bool, form: str) -> None:
     """Sizes that depend on the routing need torch's setting for them; fixed ones need none."""
+    same_gradients(case, run_job(job_compiled, (case, worst), ranks=len(case.tokens), form=form, timeout=200))
 
-    def rank_main(comm: Any, rank: int) -> Any:
-        torch._dynamo.config.capture_dynamic_output_shape_ops = not worst
-        return gradients(case, comm, rank, worst, backend="aot_eager")
 
-    same_gradients(case, run_ranks(rank_main, len(case.tokens), form=form, timeout=200))
+def job_inductor(comm: Any, rank: int, case: Case) -> Any:
+    as_new(comm, rank)
+    torch._inductor.config.compile_threads = 1
+    return gradients(case, comm, rank, worst=True, backend="inductor")
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor() -> None:
-    case = CASES[0]
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        torch._inductor.config.compile_threads = 1
-        return gradients(case, comm, rank, worst=True, backend="inductor")
-
-    same_gradients(case, run_ranks(rank_main, 2, timeout=250))
+def test_compiled_by_inductor(process_form: str) -> None:
+    same_gradients(CASES[0], run_job(job_inductor, CASES[0], form=process_form, timeout=250))
 
 
-def test_the_graph_has_the_operators() -> None:
-    case = CASES[0]
+def job_explain(comm: Any, rank: int, case: Case) -> Any:
+    as_new(comm, rank)
+    buffer = deep_moe.Buffer(None, comm=comm)
+    x, idx, weights = mine(buffer, case.inputs())
+    scales = leaf(buffer, local_scales(case, rank, 2))
+    found = torch._dynamo.explain(layer)(buffer, x, idx, weights, scales, case, 24)
+    targets = [str(node.target) for node in found.graphs[0].graph.nodes]
+    names = [name.removesuffix(".default") for name in targets if name.startswith("deep_moe.")]
+    return found.graph_break_count, found.graph_count, names
 
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
-        x, weights, scales = rows_of(given, rank), weights_of(given, rank), local_scales(case, rank, 2)
-        arguments = (buffer, x, given.topk_idx[rank], weights, scales, case, 24)
-        found = torch._dynamo.explain(layer)(*arguments)
-        targets = [str(node.target) for node in found.graphs[0].graph.nodes]
-        names = [name.removesuffix(".default") for name in targets if name.startswith("deep_moe.")]
-        return found.graph_break_count, found.graph_count, names
 
-    for found in run_ranks(rank_main, 2, timeout=200):
+def test_the_graph_has_the_operators(process_form: str) -> None:
+    for found in run_job(job_explain, CASES[0], form=process_form, timeout=200):
         assert found == (0, 1, ["deep_moe.dispatch", "deep_moe.combine"])
 
 
@@ -330,34 +365,36 @@ def test_shapes_on_a_gpu_as_the_compiler_sees_them(worst: int) -> None:
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+def job_rules(comm: Any, rank: int, work: tuple[Case, int]) -> Any:
+    case, worst = work
+    as_new(comm, rank)
+    buffer = deep_moe.Buffer(None, comm=comm)
+    x, idx, weights = mine(buffer, case.inputs())
+    call = (buffer.key, x, idx, weights, case.experts, case.experts, 1, worst, 1, False)
+    bare = (buffer.key, x, idx, None, case.experts, case.experts, 1, worst, 1, False)
+    rows, _, of_rows, _, *handle = (part.detach() for part in moe.ops.dispatch(*call))
+    for tensor in (rows, of_rows):
+        tensor.requires_grad_()
+    bias = leaf(buffer, torch.ones(case.tokens[0], case.hidden))
+    for op, arguments in (
+        (moe.ops.dispatch, call),
+        (moe.ops.dispatch, bare),
+        (moe.ops.dispatch_by_handle, (buffer.key, x, weights, handle)),
+        (moe.ops.dispatch_by_handle, (buffer.key, x, None, handle)),
+        (moe.ops.combine, (buffer.key, rows, handle, of_rows, bias, False)),
+        (moe.ops.combine, (buffer.key, rows, handle, None, None, False)),
+    ):
+        # A handle has the number of its call, so that two dispatches are never equal.
+        checks = ALL_CHECKS[:3] if op is moe.ops.dispatch else ALL_CHECKS
+        torch.library.opcheck(op, arguments, test_utils=checks)
+    return len(handle)
+
+
 @pytest.mark.parametrize("worst", [0, 20])
-def test_operators_keep_torchs_rules(worst: int) -> None:
+def test_operators_keep_torchs_rules(worst: int, process_form: str) -> None:
     """Schemas, fake kernels, autograd and tracing, by torch's own checks."""
-    case = CASES[-1]
-
-    def rank_main(comm: Any, rank: int) -> Any:
-        buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
-        x, idx, weights = rows_of(given, 0), given.topk_idx[0], weights_of(given, 0)
-        call = (buffer.key, x, idx, weights, case.experts, case.experts, 1, worst, 1, False)
-        bare = (buffer.key, x, idx, None, case.experts, case.experts, 1, worst, 1, False)
-        rows, _, of_rows, _, *handle = (part.detach() for part in moe.ops.dispatch(*call))
-        for tensor in (rows, of_rows):
-            tensor.requires_grad_()
-        bias = torch.ones(case.tokens[0], case.hidden, requires_grad=True)
-        for op, arguments in (
-            (moe.ops.dispatch, call),
-            (moe.ops.dispatch, bare),
-            (moe.ops.dispatch_by_handle, (buffer.key, x, weights, handle)),
-            (moe.ops.dispatch_by_handle, (buffer.key, x, None, handle)),
-            (moe.ops.combine, (buffer.key, rows, handle, of_rows, bias, False)),
-            (moe.ops.combine, (buffer.key, rows, handle, None, None, False)),
-        ):
-            # A handle has the number of its call, so that two dispatches are never equal.
-            checks = ALL_CHECKS[:3] if op is moe.ops.dispatch else ALL_CHECKS
-            torch.library.opcheck(op, arguments, test_utils=checks)
-        return len(handle)
-
-    assert run_ranks(rank_main, 1, timeout=200) == [5]
+    work = CASES[-1], worst
+    assert run_job(job_rules, work, ranks=1, form=process_form, timeout=200) == [5]
 
 
 # ---- the rest ----

@@ -11,3 +11,9 @@ from ..support.ranks import GPU_FORMS
 def form(request: pytest.FixtureRequest) -> str:
     """Threads of one process, at the same time; or processes, which take turns on a GPU that they share."""
     return str(request.param)
+
+
+@pytest.fixture
+def process_form() -> str:
+    """Processes alone."""
+    return "gpu process"

@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 
 import deep_moe
+from deep_moe import reference
 
 from ..cpu.test_cases_round_trip import two
 from ..cpu.test_expert_major import CASES, program
 from ..support.attempts import attempt, good_high_throughput
 from ..support.compare import same_bits, same_values
-from ..support.expert_major import GroupedCombine, GroupedDispatch, grouped, groups_of, summed
+from ..support.expert_major import GroupedCombine, GroupedDispatch, grouped, groups_of, summed, with_tail
 from ..support.gpu import ONE, VECTOR, World, on_cpu, on_gpu
-from ..support.inputs import Case
+from ..support.inputs import Case, Inputs
 from ..support.program import Program, check, execute, run
 from .test_cases import some
 
 pytestmark = pytest.mark.gpus(1)
 
 TWO = World("thread", 2)
+WAYS = ("mixed", "rank0", "none", "repeated")  # of routing, of a graph's replays
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -144,8 +146,6 @@ def job_graph(comm: Any, rank: int, given: Any) -> Any:
 
 
 def test_a_graph_replays_with_other_rows() -> None:
-    from deep_moe import reference
-
     given = two(name="graph", dtype=torch.float32).inputs()
     results = TWO.run(job_graph, given)
     for turn, factor in enumerate((1, -3)):
@@ -163,6 +163,77 @@ def test_a_graph_replays_with_other_rows() -> None:
             in_rank.append(reference.layout(given.topk_idx[rank], 16, 2).is_token_in_rank)
         for rank, (total, _) in enumerate(reference.combine(sums, in_rank)):
             same_values(results[rank][turn][1], total, f"replay {turn}, rank {rank}, combined")
+
+
+def job_worst_graph(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
+    """Dispatch and combine with a fixed number of rows, captured and replayed with other rows and ids."""
+    first = rounds[0]
+    buffer = deep_moe.Buffer(None, 64 << 20, comm=comm)
+    x, idx, weights = (on_gpu(part[rank]) for part in (first.x, first.topk_idx, first.topk_weights))
+
+    def layer() -> tuple[Tensor, ...]:
+        rows, experts, row_weights, sizes, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=idx,
+            topk_weights=weights,
+            num_experts=16,
+            num_worst_tokens=sum(map(len, first.topk_idx)),
+            expert_alignment=4,
+            expert_major=True,
+        )
+        assert sizes == []
+        total = buffer.combine(rows, handle, row_weights=row_weights)[0]
+        return rows, experts, row_weights, handle.expert_offsets, handle.expert_counts, total
+
+    layer()
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    for turn in range(comm.Get_size()):
+        comm.allgather(None)
+        if turn == rank:
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                outputs = layer()
+    comm.allgather(None)
+    seen = []
+    for given in rounds:
+        for output in outputs:
+            output.fill_(-7)
+        for old, new in ((x, given.x), (idx, given.topk_idx), (weights, given.topk_weights)):
+            old.copy_(on_gpu(new[rank]))
+        graph.replay()
+        seen.append(on_cpu(list(outputs)))
+    torch.cuda.current_stream().synchronize()
+    comm.allgather(None)
+    return seen
+
+
+def test_a_graph_of_a_fixed_number_of_rows_replays_with_other_ids() -> None:
+    case = two(name="graph", dtype=torch.float32)
+    rounds = [case.but(name=f"graph {number}", routing=way).inputs() for number, way in enumerate(WAYS)]
+    results = TWO.run(job_worst_graph, rounds)
+    most = sum(case.tokens)
+    for turn, given in enumerate(rounds):
+        received = reference.dispatch(given.x, given.topk_idx, 16, given.topk_weights, num_worst_tokens=most)
+        sums = []
+        for rank, (one, result) in enumerate(zip(received, results, strict=True)):
+            rows, experts, row_weights, offsets, counts, _ = result[turn]
+            groups = with_tail(groups_of(one.topk_idx, 8, 4), len(experts))
+            what = f"replay {turn}, rank {rank}"
+            assert len(rows) == -(-(most * one.topk_idx.shape[1] + 8 * 3) // 4) * 4
+            wanted, factors = grouped(one.x, groups), torch.zeros(len(experts))
+            here = groups.rows >= 0
+            assert one.topk_weights is not None
+            factors[groups.rows[here].long()] = one.topk_weights[here]
+            same_bits(rows[: groups.used], wanted[: groups.used], f"{what}, recv_x")
+            same_bits(experts, groups.experts, f"{what}, recv_topk_idx")
+            same_bits(row_weights, factors, f"{what}, recv_topk_weights")
+            same_bits(offsets, groups.offsets, f"{what}, expert_offsets")
+            same_bits(counts, groups.counts, f"{what}, expert_counts")
+            sums.append(summed(wanted, groups, factors))
+        in_rank = [reference.layout(idx, 16, 2).is_token_in_rank for idx in given.topk_idx]
+        for rank, (total, _) in enumerate(reference.combine(sums, in_rank)):
+            same_values(results[rank][turn][5], total, f"replay {turn}, rank {rank}, combined")
 
 
 # ---- what it costs ----

@@ -12,7 +12,6 @@ import torch
 import deep_moe
 from deep_moe import reference
 
-from ..cpu import test_consumers_serving as consumers
 from ..cpu import test_low_latency as on_cpus
 from ..cpu.test_low_latency import CASE, GIVEN, inputs_of, send
 from ..support.attempts import attempt, good_program, words
@@ -97,11 +96,6 @@ def test_caps_shapes_and_modes_change_on_one_buffer(form: str) -> None:
 
 def test_clean_is_accepted_at_any_time() -> None:
     on_cpus.test_clean_is_accepted_at_any_time(THREADS)
-
-
-@pytest.mark.parametrize("consumer", ["test_vllm_low_latency", "test_sglang"])
-def test_consumers(consumer: str, form: str) -> None:
-    getattr(consumers, consumer)(form)
 
 
 # ---- ranks, modes, repeats ----

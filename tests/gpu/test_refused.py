@@ -76,8 +76,9 @@ def test_e2_between_processes() -> None:
     check(good_high_throughput(), [good0, good1])
 
 
-def job_worst(comm: Any, rank: int, limit: int) -> Any:
+def job_worst(comm: Any, rank: int, work: tuple[int, bool]) -> Any:
     """Two calls in a row: the report of the first may come with the second."""
+    limit, expert_major = work
     buffer = deep_moe.Buffer(None, 8 << 20, comm=comm, timeout=10)
     given = Case("worst", (16, 8), routing="rank0").inputs()
     guard = buffer.empty((1 << 16,), torch.uint8).fill_(7)
@@ -88,6 +89,7 @@ def job_worst(comm: Any, rank: int, limit: int) -> Any:
             topk_idx=on_gpu(given.topk_idx[rank]),
             num_experts=16,
             num_worst_tokens=limit,
+            expert_major=expert_major,
         )
         torch.cuda.current_stream().synchronize()
         buffer.check()
@@ -97,10 +99,11 @@ def job_worst(comm: Any, rank: int, limit: int) -> Any:
     return tried, intact, execute(good_high_throughput(), rank, [buffer])
 
 
+@pytest.mark.parametrize("expert_major", [False, True], ids=["plain", "expert-major"])
 @pytest.mark.parametrize("limit", [23, 24, 1])
-def test_worst_tokens_too_small_is_refused_everywhere(limit: int, form: str) -> None:
+def test_worst_tokens_too_small_is_refused_everywhere(limit: int, expert_major: bool, form: str) -> None:
     """The rows of rank 0's experts do not fit there: nobody writes past an end, and everybody says so."""
-    results = World(form.removeprefix("gpu "), 2).run(job_worst, limit)
+    results = World(form.removeprefix("gpu "), 2).run(job_worst, (limit, expert_major))
     for tried, intact, _ in results:
         assert intact
         if limit < 24:

@@ -85,6 +85,19 @@ def at_home(rank: int, ranks: int) -> Iterator[None]:
         yield
 
 
+def as_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, for another thread of this rank: with the GPU and stream that are current here."""
+    if not torch.cuda.is_initialized():
+        return function
+    stream = torch.cuda.current_stream()
+
+    def there(*arguments: Any) -> Any:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            return function(*arguments)
+
+    return there
+
+
 def on_its_stream(function: Callable[[Any, int], Any], form: str) -> Callable[[Any, int], Any]:
     """The same function for a rank on a GPU; its tensors come back on the CPU."""
 
@@ -144,6 +157,12 @@ def on_gpu(argument: Any) -> Any:
 def where(buffer: Any, argument: Any) -> Any:
     """The argument on the Buffer's device."""
     return on_gpu(argument) if buffer.device.type == "cuda" else argument
+
+
+def settle(buffer: Any) -> None:
+    """Waits for this rank's stream, so that what lies on a GPU may be looked at."""
+    if buffer.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 def on_cpu(result: Any) -> Any:

@@ -30,6 +30,11 @@ class Groups:
     experts: Tensor  # [P] int32, or -1
 
     @property
+    def used(self) -> int:
+        """Rows of the groups; a fixed number of rows has more behind them."""
+        return int(self.offsets[-1])
+
+    @property
     def sizes(self) -> list[int]:
         return self.offsets.diff().tolist()
 
@@ -51,6 +56,12 @@ def groups_of(topk_idx: Tensor, local_experts: int, alignment: int) -> Groups:
         rows,
         torch.tensor(experts, dtype=torch.int32),
     )
+
+
+def with_tail(groups: Groups, num_rows: int) -> Groups:
+    """The same groups, and rows behind them that belong to no expert."""
+    tail = torch.full((num_rows - groups.used,), -1, dtype=torch.int32)
+    return replace(groups, experts=torch.cat([groups.experts, tail]))
 
 
 def grouped(received: Tensor, groups: Groups) -> Tensor:
@@ -82,6 +93,7 @@ class GroupedDispatch(Call):
     alignment: int = 1
     weights: bool = True
     asynchronous: bool = False
+    worst: int = 0
     buffer: int = 0
 
     def only(self, rank: int) -> GroupedDispatch:
@@ -90,6 +102,7 @@ class GroupedDispatch(Call):
     def run(self, here: Here) -> Any:
         buffer, mine, rank = here.buffers[self.buffer], self.inputs, here.rank
         arguments: dict[str, Any] = {"expert_alignment": self.alignment, "expert_major": True}
+        arguments["num_worst_tokens"] = self.worst
         arguments["topk_idx"] = mine.topk_idx[rank]
         arguments["topk_weights"] = mine.topk_weights[rank] if self.weights else None
         if self.path == "fused":
@@ -123,18 +136,23 @@ class GroupedDispatch(Call):
     def check(self, results: Sequence[dict[str, Any]], expected: Expected, what: str) -> Placed:
         given = self.inputs
         routes = [reference.layout(idx, given.experts, given.ranks) for idx in given.topk_idx]
-        received = reference.dispatch(given.x, given.topk_idx, given.experts, given.topk_weights)
+        received = reference.dispatch(
+            given.x, given.topk_idx, given.experts, given.topk_weights, num_worst_tokens=self.worst
+        )
         placed = []
         for rank, (got, want) in enumerate(zip(results, received, strict=True)):
             at = f"{what}, rank {rank}"
             local = len(reference.experts_of(rank, given.ranks, given.experts))
             groups = groups_of(want.topk_idx, local, self.alignment)
+            if self.worst:
+                groups = with_tail(groups, self.most_rows(local))
             placed.append(groups)
             same_bits(got["offsets"], groups.offsets, f"{at}, expert_offsets")
             same_bits(got["counts"], groups.counts, f"{at}, expert_counts")
             same_bits(got["rows"], groups.rows, f"{at}, expert_rows")
             same_bits(got["idx"], groups.experts, f"{at}, recv_topk_idx")
-            assert got["sizes"] == groups.sizes, f"{at}: {got['sizes']}, expected {groups.sizes}"
+            sizes = [] if self.worst else groups.sizes
+            assert got["sizes"] == sizes, f"{at}: {got['sizes']}, expected {sizes}"
             assert got["event"] == self.asynchronous, f"{at}: the event of the other kind of call"
             weights = torch.zeros(len(groups.experts))
             assert want.topk_weights is not None
@@ -145,6 +163,10 @@ class GroupedDispatch(Call):
                 columns = self.inputs.x[0][1].stride(0) == 1
                 assert got["x"][1].stride(0 if columns else 1) == 1, f"{at}: the scales' order has changed"
         return Placed(given, [route.is_token_in_rank for route in routes], placed)
+
+    def most_rows(self, local_experts: int) -> int:
+        entries = self.worst * self.inputs.topk_idx[0].shape[1]
+        return -(-(entries + local_experts * (self.alignment - 1)) // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)
@@ -268,7 +290,9 @@ class GroupedCombine(Call):
 
 
 def same_groups(got: Payload, received: Payload, groups: Groups, what: str) -> None:
-    if isinstance(received, Tensor):
-        same_bits(got, grouped(received, groups), what)
-    else:
-        same_bits(got, (grouped(received[0], groups), grouped(received[1], groups)), what)
+    """Every row of the groups; those behind them may hold anything."""
+    got, received = (got, received) if isinstance(received, tuple) else ((got,), (received,))
+    assert isinstance(got, tuple) and len(got) == len(received), f"{what}: not the same parts as were sent"
+    for part, source in zip(got, received, strict=True):
+        assert len(part) == len(groups.experts), f"{what}: {len(part)} rows"
+        same_bits(part[: groups.used], grouped(source, groups)[: groups.used], what)

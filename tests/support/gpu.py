@@ -7,7 +7,7 @@ do; a world with other settings has processes of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 from . import device, workers
 from .device import on_cpu, on_gpu, side_stream
 from .program import Program, check, cut_into_nodes, execute
+from .ranks import Job
 
 __all__ = ["CONNECTIONS_1", "ONE", "VECTOR", "WORLDS", "World", "on_cpu", "on_gpu", "side_stream"]
 
 MAX_THREADS = 12
 FEW, MANY = 2, 8  # processes that are started together
 
-Job = Callable[[Any, int, Any], Any]  # a function of a module: (comm, rank, argument) -> result
 Settings = tuple[tuple[str, str], ...]  # environment of the processes
 
 VECTOR: Settings = (("DEEP_MOE_COPY_ENGINE", "0"),)  # the paths of sm_80

@@ -30,6 +30,7 @@ GPU_FORMS = ("gpu thread", "gpu process")
 GRACE = 8.0  # seconds that the other ranks get to finish after one has raised
 
 RankFunction = Callable[[Any, int], Any]
+Job = Callable[[Any, int, Any], Any]  # a function of a module: (comm, rank, argument) -> result
 
 
 class PipeComm:
@@ -269,3 +270,14 @@ def run_ranks(
     if any(outcome.error is not None for outcome in outcomes):
         raise RanksError(outcomes)
     return [outcome.value for outcome in outcomes]
+
+
+def run_job(
+    job: Job, argument: Any = None, *, ranks: int = 2, form: str = "process", timeout: float = 60.0
+) -> list[Any]:
+    """Run `job(comm, rank, argument)` on all ranks; those on GPUs stay for the next job (`support.gpu`)."""
+    if form.startswith("gpu "):
+        from .gpu import World
+
+        return World(form.removeprefix("gpu "), ranks).run(job, argument, timeout)
+    return run_ranks(lambda comm, rank: job(comm, rank, argument), ranks, form=form, timeout=timeout)

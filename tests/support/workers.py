@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .ranks import PipeComm, RanksError, collect, expand, fork, guarded, pack, run_threads, show_stack
+from .ranks import Job, PipeComm, RanksError, collect, expand, fork, guarded, pack, run_threads, show_stack
 from .wire import dumps, loads
 
 MAX_RANKS = 12
-
-Job = Callable[[Any, int, Any], Any]  # a function of a module: (comm, rank, argument) -> result
 
 
 class Workers:

@@ -101,8 +101,8 @@ struct DispatchArgs {
   const DispatchHandle* handle = nullptr;  // cached mode
   std::int64_t expert_alignment = 1;
   std::int64_t num_worst_tokens = 0;
-  // Rows grouped by local expert, see DispatchResult; needs topk_idx, and not num_worst_tokens. With a handle, that
-  // dispatch's order is kept, and this may be left out.
+  // Rows grouped by local expert, see DispatchResult; needs topk_idx. With a handle, that dispatch's order is kept, and
+  // this may be left out.
   bool expert_major = false;
   int num_sms = 0;  // GPUs: multiprocessors to use; 0: the default, 20
   StreamOptions streams;
@@ -112,7 +112,9 @@ struct DispatchArgs {
 //
 // Expert-major: P rows in L groups, one a local expert. Each entry of topk_idx that names a local expert has a row in
 // its group, ordered as the received rows, then by k. A group is padded with zero rows to a multiple of
-// expert_alignment; its scales are zero there, its ids -1, its weights 0. Each rank may choose for itself.
+// expert_alignment; its scales are zero there, its ids -1, its weights 0. Each rank may choose for itself. With
+// num_worst_tokens P is that times K plus L * (expert_alignment - 1), rounded up to the alignment, whatever arrives:
+// behind the last group ids are -1, weights 0, and rows hold anything.
 struct DispatchResult {
   OwnedPayload recv_x;
   Tensor recv_topk_idx;      // [N, K], dtype of topk_idx, local ids, -1 elsewhere; undefined in cached mode;

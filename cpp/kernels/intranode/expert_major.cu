@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(32 * Tuning::kWarps)
   __syncthreads();
   const EntryRange range = block_entries(args.groups);
   for (std::int64_t at = range.begin + threadIdx.x; at < range.end; at += threads) {
-    const auto id = static_cast<const Id*>(args.ids)[at];
+    const int id = expert_of<Id>(args, at);
     if (id >= 0) atomicAdd(expert_words + id, 1);
   }
   __syncthreads();
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * Tuning::kWarps)
   const EntryRange block = block_entries(args.groups);
   const EntryRange range(block.begin, block.end, warp, warps);
   for (std::int64_t at = range.begin + threadIdx.x % 32; at < range.end; at += 32) {
-    const auto id = static_cast<const Id*>(args.ids)[at];
+    const int id = expert_of<Id>(args, at);
     if (id >= 0) atomicAdd(next + warp * num_experts + id, 1);
   }
   __syncthreads();
@@ -82,6 +82,7 @@ __global__ void __launch_bounds__(32 * Tuning::kWarps) group_rows_kernel(const _
     const std::int64_t received = unit / parts;
     const int piece = static_cast<int>(unit - received * parts);
     const RowsOfEntries entries(args.groups, received);
+    if (!entries.any()) continue;  // nothing has arrived there
     if (piece < pieces.num_pieces) {
       copy_piece(args, pieces, received, piece, entries);
     } else {
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(32 * Tuning::kWarps)
     const std::int64_t received = unit / pieces.num_pieces;
     const int piece = static_cast<int>(unit - received * pieces.num_pieces);
     const RowsOfEntries entries(args.groups, received);
+    if (!entries.any()) continue;
     sum_piece<T>(args, pieces, alignment, received, piece, entries);
     if (piece != 0 || args.weights == nullptr) continue;
 #pragma unroll

@@ -27,6 +27,14 @@ __device__ __forceinline__ EntryRange block_entries(const ExpertGroups& groups) 
   return {0, groups.num_received * groups.topk, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
 }
 
+// The local expert of an entry, or -1. After a dispatch that has failed with a fixed number of rows, ids are whatever
+// lay there before.
+template <typename Id>
+__device__ __forceinline__ int expert_of(const PlaceByExpertArgs& args, std::int64_t at) {
+  const Id id = static_cast<const Id*>(args.ids)[at];
+  return id >= 0 && id < args.groups.num_experts ? static_cast<int>(id) : -1;
+}
+
 // Inclusive sum over the lanes up to this one.
 __device__ __forceinline__ std::int64_t sum_of_lanes(std::int64_t value) {
   const int lane = threadIdx.x % 32;
@@ -71,7 +79,7 @@ __device__ __forceinline__ void place_entries(const PlaceByExpertArgs& args, con
   const int lane = threadIdx.x % 32;
   for (std::int64_t base = range.begin; base < range.end; base += 32) {
     const std::int64_t at = base + lane;
-    const int id = at < range.end ? static_cast<int>(static_cast<const Id*>(args.ids)[at]) : -1;
+    const int id = at < range.end ? expert_of<Id>(args, at) : -1;
     const unsigned alike = __match_any_sync(0xffffffffu, id);
     const int before = __popc(alike & ((1u << lane) - 1));
     const std::int32_t row = id >= 0 ? next[id] + before : -1;
@@ -79,24 +87,32 @@ __device__ __forceinline__ void place_entries(const PlaceByExpertArgs& args, con
     if (id >= 0 && before == 0) next[id] += __popc(alike);
     __syncwarp();
     if (at >= range.end) continue;
-    args.groups.rows[at] = row;
-    if (row < 0) continue;
+    const bool is_row = row >= 0 && row < args.groups.num_rows;
+    args.groups.rows[at] = is_row ? row : -1;
+    if (!is_row) continue;
     args.experts[row] = id;
     if (args.weights != nullptr) args.row_weights[row] = args.weights[at];
   }
 }
 
-// E6: of this block's experts.
+// E6: of this block's experts, and this block's part of the rows behind the last group.
 __device__ __forceinline__ void mark_padding(const PlaceByExpertArgs& args, const std::int32_t* ends) {
   const int warps = static_cast<int>(blockDim.x) / 32, blocks = static_cast<int>(gridDim.x);
+  const auto aligned = [&](std::int64_t row) { return (row + args.alignment - 1) / args.alignment * args.alignment; };
+  const auto clear = [&](std::int64_t row) {
+    args.experts[row] = -1;
+    if (args.weights != nullptr) args.row_weights[row] = 0.0f;
+  };
   for (int expert = static_cast<int>(blockIdx.x) + blocks * static_cast<int>(threadIdx.x / 32);
        expert < args.groups.num_experts; expert += blocks * warps) {
-    const std::int64_t begin = ends[expert], end = (begin + args.alignment - 1) / args.alignment * args.alignment;
-    for (std::int64_t row = begin + threadIdx.x % 32; row < end; row += 32) {
-      args.experts[row] = -1;
-      if (args.weights != nullptr) args.row_weights[row] = 0.0f;
-    }
+    const std::int64_t begin = ends[expert], end = aligned(begin);
+    for (std::int64_t row = begin + threadIdx.x % 32; row < end; row += 32) clear(row);
   }
+  const std::int64_t used = args.groups.num_experts > 0 ? aligned(ends[args.groups.num_experts - 1]) : 0;
+  const std::int64_t threads = static_cast<std::int64_t>(blocks) * blockDim.x;
+  for (std::int64_t row = used + static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+       row < args.groups.num_rows; row += threads)
+    clear(row);
 }
 
 // The rows of a received row, by one warp: two entries a lane.
@@ -112,6 +128,7 @@ struct RowsOfEntries {
       mask[i] = __ballot_sync(0xffffffffu, row[i] >= 0);
     }
   }
+  __device__ __forceinline__ bool any() const { return (mask[0] | mask[1]) != 0; }
   // Calls f(row) in the order of the entries, on all lanes.
   template <typename F>
   __device__ __forceinline__ void for_each(F f) const {
