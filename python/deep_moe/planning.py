@@ -168,7 +168,8 @@ def plan(
     rows, worst = min(math.ceil(tokens * to.ranks * imbalance), ranks * tokens), ranks * tokens
     sms, heap, staging = MIN_SMS, 0, 0
     if mode != "ll":
-        heap, parts = _heap(work, shape.hidden * item, there - shape.hidden * item, back, rows, worst, live)
+        scales = there - shape.hidden * item
+        heap, parts = _heap(work, shape.hidden * item, scales, back, rows, worst, live, imbalance)
         memory += parts
         sms = _sms(work, there, back, found, nic)
         bounds += [
@@ -200,7 +201,7 @@ def plan(
 
 
 def _heap(
-    work: Work, row: int, scales: int, back: int, rows: int, worst: int, live: int
+    work: Work, row: int, scales: int, back: int, rows: int, worst: int, live: int, imbalance: float
 ) -> tuple[int, list[Memory]]:
     """num_nvl_bytes, and what lies in the heap in high-throughput mode."""
     received = received_bytes(rows, row, scales, work.topk)
@@ -208,6 +209,7 @@ def _heap(
     heap = -(-(live * received + staged) // MIB) * MIB
     worst_bytes = received_bytes(worst, row, scales, work.topk)
     grown = heap_after(heap, worst_bytes)
+    by_expert = math.ceil(work.tokens * work.topk * imbalance)
     parts = [
         Memory("received rows", received, f"{rows:,} rows with ids, weights, sources"),
         Memory(
@@ -215,6 +217,11 @@ def _heap(
         ),
         Memory(
             "handle", 5 * work.tokens * work.ranks + 4 * work.ranks**2 + 4 * rows, "for each dispatch alive"
+        ),
+        Memory(
+            "rows by expert",
+            by_expert * (row + scales + 8) + 4 * rows * work.topk,
+            f"{by_expert:,} rows more, where dispatch has expert_major=True",
         ),
         Memory("received rows, worst", worst_bytes, f"all {worst:,} tokens come to one rank"),
         Memory("heap, worst", grown, "what num_nvl_bytes has grown to then"),

@@ -185,6 +185,7 @@ def of_ranks() -> list[dict[str, Any]]:
                 low_latency(driver, tokens, dispatch) for driver in ("graph", "Python") for tokens in (1, 128)
             ],
             "hook_overlap": [],
+            "expert_major": [by_expert(call, dispatch) for call in ("dispatch", "combine")],
         }
 
     results = [rank([120.0, 100.0, 110.0]), rank([100.0, 125.0, 124.0])]
@@ -208,6 +209,11 @@ def of_ranks() -> list[dict[str, Any]]:
 def low_latency(driver: str, tokens: int, us: list[float]) -> dict[str, Any]:
     times = {"device_us": us, "issue_us": [time / 4 for time in us], "wall_us": [time + 1 for time in us]}
     return {"call": "pair, V1 calls", "payload": "fp8", "driver": driver, "tokens": tokens, **times}
+
+
+def by_expert(call: str, us: list[float]) -> dict[str, Any]:
+    rows = {"received": int(us[0]), "entries": int(10 * us[0])}
+    return {"call": call, "ranks": 2, "num_sms": 8, **rows, "us": us}
 
 
 def cost(driver: str, ranks: int, us: list[float]) -> dict[str, Any]:
@@ -283,6 +289,19 @@ def test_gpus_without_a_copy_engine_have_no_limit() -> None:
     assert all(row.copy_us is None and row.share is None for row in results.rows)
     print_gpu_report(Console(file=out, width=160), OPTIONS, results, [])
     assert "no copy limit" in out.getvalue()
+
+
+def test_rows_by_expert() -> None:
+    """Each sample is the slowest rank's; of a document, each call is compared with the same call."""
+    results = of_ranks()
+    results[1]["expert_major"][0]["received"] = 150
+    entries = assemble_gpu(results, OPTIONS).expert_major
+    assert [entry["call"] for entry in entries] == ["dispatch", "combine"]
+    assert [entry["us"] for entry in entries] == [124.0, 124.0]  # of 120, 125, 124
+    assert (entries[0]["received"], entries[0]["entries"]) == (150, 1200)
+    out = io.StringIO()
+    print_gpu_report(Console(file=out, width=160), OPTIONS, assemble_gpu(results, OPTIONS), [])
+    assert "150 rows received, 1,200 by expert, 8 SMs a rank" in out.getvalue()
 
 
 def test_an_overlap_that_does_not_cover_is_not_passed_off_as_one() -> None:

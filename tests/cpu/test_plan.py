@@ -140,6 +140,32 @@ def test_bytes_of_received_rows_and_growth(dtype: str) -> None:
     assert heap_after(worst, worst) == worst < heap_after(worst - 256, worst)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_bytes_of_rows_by_expert(dtype: str) -> None:
+    """Over all ranks as many rows as entries; what each rank holds for them are these tensors."""
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        buffer = deep_moe.Buffer(None, comm=comm)
+        x: Any = torch.ones(TOKENS, 512, dtype=torch.bfloat16)
+        x = reference.cast_fp8(x) if dtype == "fp8" else (x,)
+        idx = torch.rand(TOKENS, 16, generator=rng(rank)).topk(4).indices
+        rows, *ids_and_weights, _, handle, _ = buffer.dispatch(
+            x if len(x) == 2 else x[0],
+            topk_idx=idx,
+            topk_weights=torch.ones(TOKENS, 4),
+            num_experts=16,
+            expert_major=True,
+        )
+        parts = [*(rows if isinstance(rows, tuple) else (rows,)), *ids_and_weights]
+        return sum(part.nbytes for part in parts), handle.expert_rows.nbytes
+
+    found = run_ranks(rank_main, RANKS)
+    planned = plan(**SHAPE, ranks=RANKS, tokens=TOKENS, dtype=dtype, mode="ht", imbalance=1)
+    entries = 4 * planned.rows * 4
+    assert sum(rows for rows, _ in found) == RANKS * (memory_of(planned, "rows by expert") - entries)
+    assert sum(of_entries for _, of_entries in found) == pytest.approx(RANKS * entries, rel=0.02)
+
+
 def test_planned_sizes_need_no_growth() -> None:
     """Neither a dispatch with a staged combine, nor a low-latency pair."""
     planned = plan(**SHAPE, ranks=RANKS, tokens=TOKENS, ll_tokens=64, dtype="bf16")

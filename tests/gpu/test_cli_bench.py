@@ -34,7 +34,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", first_gpu())
-        parts = ("--fp8", "--graph", "--overlap", "--host-cost", "--num-sms", "4,8")
+        parts = ("--fp8", "--graph", "--overlap", "--host-cost", "--expert-major", "--num-sms", "4,8")
         done = bench(*SMALL, *parts, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     read: dict[str, Any] = json.loads(path.read_text())
@@ -96,6 +96,13 @@ def test_overlap_and_host_cost(document: dict[str, Any]) -> None:
     }
     assert document["machine"]["gpus"] and document["parameters"]["processes"] == 1
     assert "threads of one process on one GPU" in document["stdout"]
+
+
+def test_rows_by_expert(document: dict[str, Any]) -> None:
+    entries = {entry["call"]: entry for entry in document["summary"]["expert_major"]}
+    assert {"dispatch, expert-major", "dispatch, sort and gather", "combine"} <= set(entries)
+    assert all(entry["us"] > 0 and entry["num_sms"] == 8 for entry in entries.values())
+    assert 0 < entries["dispatch"]["received"] <= entries["dispatch"]["entries"]
 
 
 def test_one_rank_and_odd_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

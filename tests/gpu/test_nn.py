@@ -17,8 +17,13 @@ pytestmark = pytest.mark.gpus(1)
 
 @pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_are_those_of_the_dense_layer(case: Case, worst: bool, form: str) -> None:
-    on_cpus.test_gradients_are_those_of_the_dense_layer(case, worst, form)
+def test_gradients_are_those_of_the_dense_layer(case: Case, worst: bool) -> None:
+    on_cpus.test_gradients_are_those_of_the_dense_layer(case, worst, "gpu thread")
+
+
+@pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
+def test_gradients_between_processes(worst: bool, process_form: str) -> None:
+    on_cpus.test_gradients_are_those_of_the_dense_layer(CASES[0], worst, process_form)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +43,9 @@ def test_results(test: object, form: str) -> None:
 
 
 @pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
-def test_compiled_without_a_graph_break(case: Case, worst: bool, form: str) -> None:
+def test_compiled_without_a_graph_break(worst: bool, form: str) -> None:
     """The whole layer in one graph: fullgraph=True."""
-    on_cpus.test_compiled_without_a_graph_break(case, worst, form)
+    on_cpus.test_compiled_without_a_graph_break(CASES[0], worst, form)
 
 
 @pytest.mark.slow

@@ -108,6 +108,9 @@ def bench(
     host_cost: Annotated[
         Flag, typer.Option("--host-cost", help="GPUs: pairs of few tokens, which the host's time bounds.")
     ] = None,
+    expert_major: Annotated[
+        Flag, typer.Option("--expert-major", help="GPUs: rows by expert, beside torch's permute.")
+    ] = None,
     iters: Annotated[Number, typer.Option(help="Timed pairs [default: 20]; GPUs: chains [10].")] = None,
     warmup: Annotated[Number, typer.Option(help="Those before them [default: 3; GPUs: 1].")] = None,
     check: Annotated[

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .options import GPU_PARTS
 from .report import format_us
 from .runs import Document, Measure, measures
 
@@ -16,7 +17,7 @@ WORK = (
     *("routing", "text", "trace"),
 )
 # Parameters that say which rows there are.
-OF_ROWS = ("tokens", "ll_tokens", "num_sms", "fp8", "mode", "compare", *("graph", "overlap", "host_cost"))
+OF_ROWS = ("tokens", "ll_tokens", "num_sms", "fp8", "mode", "compare", *GPU_PARTS)
 BUSY_SHARE = 0.1
 
 

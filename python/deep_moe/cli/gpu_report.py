@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .gpu_expert_major_report import expert_major_table, merge_expert_major
 from .gpu_low_latency_report import (
     describe_hook_overlap,
     hook_overlap_entry,
@@ -25,7 +26,7 @@ DIFFERENCE = "V1 calls less num_experts="
 
 @dataclass
 class GpuResults:
-    """All that a run on GPUs gives, over all ranks; ``overlap`` and ``host_cost`` if asked for.
+    """All that a run on GPUs gives, over all ranks; overlap, host_cost and expert_major if asked for.
 
     ``low_latency`` and ``hook_overlap`` are those of LL calls.
     """
@@ -35,6 +36,7 @@ class GpuResults:
     host_cost: list[dict[str, Any]]
     low_latency: list[dict[str, Any]] = field(default_factory=list)
     hook_overlap: list[dict[str, Any]] = field(default_factory=list)
+    expert_major: list[dict[str, Any]] = field(default_factory=list)
 
 
 def assemble_gpu(of_ranks: Sequence[dict[str, Any]], options: BenchOptions) -> GpuResults:
@@ -58,6 +60,7 @@ def assemble_gpu(of_ranks: Sequence[dict[str, Any]], options: BenchOptions) -> G
         _merge_costs(of_ranks),
         merge_low_latency([result["low_latency"] for result in of_ranks]),
         [hook_overlap_entry(entry) for entry in of_ranks[0]["hook_overlap"]],
+        merge_expert_major([result["expert_major"] for result in of_ranks]),
     )
 
 
@@ -172,6 +175,7 @@ def summarise_gpu(results: GpuResults) -> dict[str, Any]:
         "host_cost": results.host_cost,
         "low_latency": results.low_latency,
         "hook_overlap": results.hook_overlap,
+        "expert_major": results.expert_major,
     }
 
 
@@ -204,6 +208,8 @@ def print_gpu_report(
         console.print(escape(describe_overlap(entry)), soft_wrap=True)
     if results.host_cost:
         console.print(_costs_table(results.host_cost))
+    if results.expert_major:
+        console.print(expert_major_table(results.expert_major))
     if results.low_latency:
         console.print(low_latency_table(results.low_latency))
     for entry in results.hook_overlap:

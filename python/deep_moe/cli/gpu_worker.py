@@ -106,7 +106,7 @@ def run_jobs(world: World, options: BenchOptions) -> dict[str, Any]:
     world.phase("make the inputs")
     inputs = make_inputs(options, world.rank, world.device)
     results: dict[str, Any] = {"lines": [], "checks": [], "overlap": [], "host_cost": []}
-    results |= {"low_latency": [], "hook_overlap": []}
+    results |= {"low_latency": [], "hook_overlap": [], "expert_major": []}
     parts = []
     if "ht" in options.modes:
         parts.append(run_high_throughput(world, options, inputs))
@@ -123,6 +123,7 @@ def run_high_throughput(world: World, options: BenchOptions, inputs: Inputs) -> 
     from dataclasses import asdict
 
     from ..buffer import Buffer
+    from .gpu_expert_major import ExpertMajor
     from .gpu_extras import Overlap, host_cost
     from .gpu_jobs import ExchangeJob, check_layers
     from .gpu_plan import CALLS_A_CHAIN, payloads
@@ -151,6 +152,7 @@ def run_high_throughput(world: World, options: BenchOptions, inputs: Inputs) -> 
         del job
     overlap = Overlap(world, options, inputs, buffer).measure() if options.overlap else []
     costs = host_cost(world, options, inputs, buffer) if options.host_cost else []
+    by_expert = ExpertMajor(world, options, inputs, buffer).measure() if options.expert_major else []
     world.phase("close the buffer")
     world.at_rest()
     buffer.destroy()
@@ -159,6 +161,7 @@ def run_high_throughput(world: World, options: BenchOptions, inputs: Inputs) -> 
         "checks": [check.to_dict() for check in checks],
         "overlap": overlap,
         "host_cost": costs,
+        "expert_major": by_expert,
     }
 
 

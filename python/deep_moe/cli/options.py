@@ -29,7 +29,7 @@ GPU_DEFAULTS: dict[str, Any] = {
     "iters": 10,
     "warmup": 1,
 }
-GPU_PARTS = ("graph", "overlap", "host_cost")
+GPU_PARTS = ("graph", "overlap", "host_cost", "expert_major")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class BenchOptions:
     graph: bool = False
     overlap: bool = False
     host_cost: bool = False
+    expert_major: bool = False
     iters: int = 20
     warmup: int = 3
     check: bool = True

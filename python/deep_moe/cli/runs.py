@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .gpu_expert_major_report import PERMUTES
 from .options import BenchOptions
 from .report import SCHEMA
 
 Document = dict[str, Any]
-OURS = ("deep_moe", "low latency", "small pair")
+OURS = ("deep_moe", "low latency", "small pair", "rows by expert")
 
 
 def merge_runs(documents: Sequence[Document]) -> Document:
@@ -94,6 +95,10 @@ def measures(document: Document) -> list[Measure]:
         found.append(
             Measure(name, entry["call"], entry["driver"], "small pair", entry["tokens"], entry["us"])
         )
+    for entry in summary.get("expert_major") or []:
+        call, tokens = entry["call"], parameters["tokens"]
+        kind = "torch" if call in PERMUTES else "rows by expert"
+        found.append(Measure("rows by expert", call, "Python", kind, tokens, entry["us"]))
     return _fastest(found)
 
 

@@ -114,6 +114,12 @@ def host_cost_table(entries: list[dict[str, Any]]) -> str:
     return table(["call", "driven by", "ranks", "tokens", "wall time, us"], lines)
 
 
+def expert_major_table(entries: list[dict[str, Any]]) -> str:
+    """A line a call."""
+    rows = f"{entries[0]['received']:,} rows received, {entries[0]['entries']:,} by expert"
+    return table([rows, "us"], ([entry["call"], f"{entry['us']:.0f}"] for entry in entries))
+
+
 def low_latency_table(entries: list[dict[str, Any]]) -> str:
     """A line for each payload, way and driver, a column a number of tokens: us a pair."""
     counts = sorted({entry["tokens"] for entry in entries})
@@ -129,6 +135,8 @@ def tables(document: dict[str, Any]) -> str:
         parts.append(overlap_table(summary["overlap"]))
     if summary["host_cost"]:
         parts.append(host_cost_table(summary["host_cost"]))
+    if summary.get("expert_major"):
+        parts.append(expert_major_table(summary["expert_major"]))
     if summary["low_latency"]:
         parts.append(low_latency_table(summary["low_latency"]))
     return "\n\n".join(parts)
