@@ -86,10 +86,10 @@ bench() {
   say "bench"
   rm -f build/gpu/bench*
   if [ "$gpus" = 1 ]; then
-    one_bench bench --overlap --host-cost
+    one_bench bench --overlap --host-cost --expert-major
     one_bench bench_ll --mode ll --overlap
   else
-    one_bench bench --mode both --overlap --host-cost --compare nccl
+    one_bench bench --mode both --overlap --host-cost --expert-major --compare nccl
     one_bench bench_8192 --tokens 8192
     one_bench bench_groups --groups 8 --topk-groups 4
   fi
