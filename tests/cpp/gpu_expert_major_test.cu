@@ -2,6 +2,9 @@
 // not change.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include <deep_moe/error.hpp>
 
 #include "gpu_sums.cuh"
@@ -21,7 +24,8 @@ struct Shape {
   int hidden = 64;  // of bf16
   int num_scales = 0, scale_bytes = 4;
   bool columns = false;
-  int none_in = 3;  // of so many entries one is -1; 0: none of them
+  int none_in = 3;         // of so many entries one is -1; 0: none of them
+  std::int64_t spare = 0;  // rows behind the groups, where the number of rows is a bound
 };
 
 // Memory of the current GPU, from and to vectors.
@@ -81,8 +85,8 @@ struct Model {
       next += (count + shape.alignment - 1) / shape.alignment * shape.alignment;
     }
     offsets.push_back(static_cast<std::int32_t>(next));
-    experts.assign(static_cast<std::size_t>(next), -1);
-    row_weights.assign(static_cast<std::size_t>(next), 0.0f);
+    experts.assign(static_cast<std::size_t>(next + shape.spare), -1);
+    row_weights.assign(experts.size(), 0.0f);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (ids[i] < 0) {
         rows.push_back(-1);
@@ -94,7 +98,12 @@ struct Model {
       row_weights[row] = weights[i];
     }
   }
-  std::int64_t num_rows() const { return offsets.back(); }
+  std::int64_t num_rows() const { return static_cast<std::int64_t>(experts.size()); }
+  // Whether a received row has rows in the groups.
+  bool has_rows(const Shape& shape, std::int64_t received) const {
+    const auto begin = rows.begin() + received * shape.topk;
+    return std::any_of(begin, begin + shape.topk, [](std::int32_t row) { return row >= 0; });
+  }
 };
 
 // The groups of a model as the kernels have found them.
@@ -152,10 +161,16 @@ void check_rows(const Shape& shape, const Placed& placed, const Model& model, st
     return bytes;
   };
   const std::vector<char> x = random_bytes(N * row_bytes), scales = random_bytes(N * S * item);
-  std::vector<char> want(static_cast<std::size_t>(P * row_bytes)), want_scales(static_cast<std::size_t>(P * S * item));
+  // Padding is zero; what is behind the groups stays.
+  const char poison = static_cast<char>(kPoison);
+  std::vector<char> want(static_cast<std::size_t>(P * row_bytes), poison);
+  std::vector<char> want_scales(static_cast<std::size_t>(P * S * item), poison);
   const auto scale_at = [&](std::int64_t row, std::int64_t s, std::int64_t rows) {
     return (shape.columns ? s * rows + row : row * S + s) * item;
   };
+  std::fill_n(want.begin(), model.offsets.back() * row_bytes, char{0});
+  for (std::int64_t row = 0; row < model.offsets.back(); ++row)
+    for (std::int64_t s = 0; s < S; ++s) std::fill_n(want_scales.begin() + scale_at(row, s, P), item, char{0});
   for (std::size_t i = 0; i < model.rows.size(); ++i) {
     const std::int64_t received = static_cast<std::int64_t>(i) / shape.topk, row = model.rows[i];
     if (row < 0) continue;
@@ -222,8 +237,16 @@ void check_sums(const Shape& shape, const Placed& placed, const Model& model, Su
   args.weights = weights.get();
   args.out_weights = out_weights.get();
   kernels::sum_groups(args, nullptr);
-  REQUIRE(out.read() == as_bytes(type, sums));
-  REQUIRE(out_weights.read() == by_entry);
+  // Received rows without entries are passed over.
+  std::vector<char> want = as_bytes(type, sums);
+  for (std::int64_t received = 0; received < N; ++received) {
+    if (model.has_rows(shape, received)) continue;
+    std::fill_n(want.begin() + received * H * item, H * item, static_cast<char>(kPoison));
+    std::memset(by_entry.data() + received * shape.topk, kPoison, sizeof(float) * static_cast<std::size_t>(shape.topk));
+  }
+  REQUIRE(out.read() == want);
+  const std::vector<float> got_weights = out_weights.read();  // bit by bit: poison need not be a number
+  REQUIRE(std::memcmp(got_weights.data(), by_entry.data(), sizeof(float) * by_entry.size()) == 0);
 }
 
 const Shape kShapes[] = {
@@ -235,6 +258,8 @@ const Shape kShapes[] = {
     {40, 2, 40, 128, 4, 520, 5, 8, false, 1},       // nothing but padding: every entry is -1
     {50, 1, 4, 7, 8, 1032, 1, 2, true, 0},          // one expert has everything
     {129, 1500, 3, 3, 4, 16},                       // fewer warps, for many experts
+    {70, 6, 2, 8, 4, 264, 2, 4, true, 2, 531},      // rows behind the groups, and received rows without entries
+    {33, 3, 2, 4, 8, 16, 1, 4, false, 1, 50},       // all of them so
     {20, kernels::kMaxGroupedExperts, 2, 2, 8, 8},  // as many as there may be
 };
 
