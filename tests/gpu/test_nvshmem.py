@@ -142,7 +142,8 @@ def test_heaps_grow_together() -> None:
 
 
 def job_full(comm: Any, rank: int, _: None) -> Any:
-    os.environ["DEEP_MOE_MAX_HEAP_BYTES"] = str(64 << 20 if rank != 2 else 1_500_000)
+    # A Buffer over the network takes 32 MiB of its heap for low latency, when it is made.
+    os.environ["DEEP_MOE_MAX_HEAP_BYTES"] = str((100 if rank != 2 else 35) << 20)
     try:
         buffer = across(comm)
         tried = attempt(lambda: fused(buffer, Case("full", (400,) * 4, hidden=2048, experts=8).inputs()))
