@@ -1,15 +1,15 @@
 #include "cuda/cuda_nodes_nvshmem.hpp"
 
 #include <cuda_runtime_api.h>
+#include <dirent.h>
 
 #include <cstdlib>
 #include <exception>
-#include <filesystem>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include <deep_moe/error.hpp>
@@ -67,9 +67,12 @@ bool is_set(const char* name) {
 }
 
 bool has_network_card() {
-  std::error_code unknown;
-  const std::filesystem::directory_iterator cards("/sys/class/infiniband", unknown);
-  return !unknown && cards != std::filesystem::directory_iterator();
+  // Not by <filesystem>: what manylinux_2_28 promises of libstdc++ lacks it.
+  const std::unique_ptr<DIR, int (*)(DIR*)> cards(::opendir("/sys/class/infiniband"), ::closedir);
+  if (cards == nullptr) return false;
+  for (const dirent* entry = ::readdir(cards.get()); entry != nullptr; entry = ::readdir(cards.get()))
+    if (entry->d_name[0] != '.') return true;
+  return false;
 }
 
 void check_network_card(const NetworkPlace& place) {
