@@ -21,6 +21,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: see train_moe.py
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -21,6 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# An optimizer imports this, whose functions keep the default group of that time. Imported before there is one,
+# the group ends with destroy_process_group(); else it lives on, and gloo's threads may abort as Python ends.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 import deep_moe

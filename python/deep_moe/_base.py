@@ -71,7 +71,7 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 class BufferBase:
     """The constructor, the heap and the state of a Buffer. Used through :class:`deep_moe.Buffer`."""
 
-    group: Any
+    group: Any  # None once destroyed
     rank: int
     group_size: int
     num_nvl_bytes: int
@@ -299,9 +299,11 @@ class BufferBase:
         """Ends the use of the Buffer. Local, may be called twice, and need not be called at all.
 
         Received tensors stay valid. Every other call then raises DestroyedError; peers that still need this
-        rank raise PeerLostError.
+        rank raise PeerLostError. ``group`` becomes None: a process group that something holds survives
+        ``torch.distributed.destroy_process_group()``, and gloo's threads then run into the end of the interpreter.
         """
         self.runtime.destroy()
+        self.group = None
 
     def __repr__(self) -> str:
         return (

@@ -55,6 +55,25 @@ def test_group_is_used_in_the_constructor_alone(tmp_path: Path) -> None:
         check(good_program(), [result[which] for result in results])
 
 
+def test_destroyed_buffer_lets_go_of_its_group(tmp_path: Path) -> None:
+    """Else torch's group and its threads outlive destroy_process_group(), and run into the interpreter's end."""
+
+    def of_gloo() -> int:
+        names = (task / "comm" for task in Path("/proc/self/task").iterdir())
+        return sum("gloo" in name.read_text() for name in names)
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        buffer = deep_moe.Buffer(init(rank, 2, tmp_path / "store"), timeout=20)
+        execute(good_program(), rank, [buffer])
+        before = of_gloo()
+        buffer.destroy()
+        dist.destroy_process_group()
+        return before, of_gloo(), buffer.group
+
+    for before, after, group in run_ranks(rank_main, 2):
+        assert before > 0 and after == 0 and group is None
+
+
 def test_subgroups_side_by_side(tmp_path: Path) -> None:
     """Ranks 0, 2 and ranks 1, 3 of one world: two groups, whose ranks count from zero, beside the world."""
 
