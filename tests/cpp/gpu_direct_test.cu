@@ -1,6 +1,7 @@
 // Low-latency calls between nodes against the scalar model, over mapped memory. The CPU runs the same file with small
 // numbers over a network of its own (emulation/direct_test.cc).
 #include "gpu_direct.cuh"
+#include "gpu_low_latency_cases.cuh"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
@@ -25,18 +26,6 @@ std::vector<std::int64_t> tokens(int num_ranks, std::int64_t most) {
   std::vector<std::int64_t> count;
   for (int r = 0; r < num_ranks; ++r) count.push_back(r % 3 == 1 ? most / 3 : std::max<std::int64_t>(most - r, 0));
   return count;
-}
-
-LowMode mode_of(bool halves, bool weights, int kind, int num_blocks) {
-  LowMode mode;
-  mode.halves = halves;
-  mode.weights = weights;
-  mode.fp8 = kind > 0;
-  mode.round_scale = kind == 2;
-  mode.ue8m0 = kind == 3;
-  mode.short_ids = kind == 1;
-  mode.num_blocks = num_blocks;
-  return mode;
 }
 
 }  // namespace
@@ -69,39 +58,10 @@ TEST_CASE("low latency between nodes: bf16 and fp8, at once and in halves" * doc
 
 TEST_CASE("low latency between nodes: types, widths, experts a token, strides" * doctest::skip(no_gpu())) {
   Ranks ranks({2, 1}, kSmall ? kMiB : 16 * kMiB, kSmall ? 64 * kMiB : 512 * kMiB);
-  struct Case {
-    std::int64_t hidden, experts, topk, max_tokens;
-    DType dtype;
-    int num_blocks;
-    std::int64_t gap;
-    int kind;
-  };
-  const Case cases[] = {
-      {2880, 9, 4, 7, DType::kBFloat16, 5, 2, 0},   {8, 16, 1, 30, DType::kBFloat16, 3, 0, 0},
-      {128, 16, 32, 5, DType::kFloat16, 4, 2, 1},   {4, 3, 2, 12, DType::kFloat32, 2, 4, 0},
-      {640, 64, 64, 4, DType::kFloat32, 6, 0, 1},   {1024, 60, 22, 5, DType::kFloat16, 4, 0, 0},
-      {512, 512, 6, 20, DType::kBFloat16, 4, 0, 2}, {256, 16, 14, 40, DType::kBFloat16, 1, 0, 0},
-      {2048, 32, 8, 4, DType::kBFloat16, 3, 32, 3}, {128, 2048, 8, 6, DType::kBFloat16, 3, 0, 0},
-      {64, 40, 3, 600, DType::kBFloat16, 4, 0, 0},
-  };
-  for (const Case& one : cases)
-    for (const bool halves : {false, true})
-      for (const bool weights : {false, true}) {
-        CAPTURE(one.hidden);
-        CAPTURE(halves);
-        CAPTURE(weights);
-        LowShape shape;
-        shape.num_tokens = {one.max_tokens, one.max_tokens / 2};
-        shape.max_tokens = one.max_tokens;
-        shape.hidden = one.hidden;
-        shape.num_experts = one.experts;
-        shape.topk = one.topk;
-        shape.dtype = one.dtype;
-        LowMode mode = mode_of(halves, weights, one.kind, one.num_blocks);
-        mode.short_ids = false;
-        mode.gap = one.gap;
-        check_pair(ranks, shape, mode);
-      }
+  std::vector<LowCase> cases = kSmallCases;
+  cases.push_back({128, 2048, 8, 6, DType::kBFloat16, 3, 0, 0});
+  cases.push_back({64, 40, 3, 600, DType::kBFloat16, 4, 0, 0});
+  check_cases(ranks, cases);
 }
 
 TEST_CASE("low latency between nodes: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
@@ -148,54 +108,15 @@ TEST_CASE("low latency between nodes: three calls in flight, halves in any order
   const char* calls = std::getenv(kSmall ? "DEEP_MOE_EMULATED_ROUNDS" : "DEEP_MOE_GPU_STRESS_CALLS");
   const int rounds =
       kSmall ? (calls != nullptr ? std::atoi(calls) : 8) : (calls != nullptr ? std::atoi(calls) : 1000) / 8;
-  Meeting together(R);
-  run(R, [&](int r) {
-    const Meeting::Leave leave{together};
-    Random same(5), mine(static_cast<std::uint64_t>(r) + 11);
-    for (int round = 0; round < rounds; ++round) {
-      CAPTURE(round);
-      ranks.clear(r);
-      std::vector<std::unique_ptr<LowModel>> models;
-      std::vector<std::unique_ptr<LowCall>> open;
-      const int count = 1 + static_cast<int>(same.below(3));
-      for (int i = 0; i < count; ++i) {
-        LowShape shape;
-        shape.num_ranks = R;
-        shape.max_tokens = 1 + same.below(20);
-        shape.num_tokens.clear();
-        for (int rank = 0; rank < R; ++rank) shape.num_tokens.push_back(same.below(shape.max_tokens + 1));
-        shape.hidden = 128 * (1 + same.below(6));
-        shape.num_experts = R + same.below(40);
-        shape.topk = 1 + same.below(9);
-        shape.dtype = same.below(2) == 0 ? DType::kBFloat16 : DType::kFloat16;
-        shape.seed = static_cast<std::uint64_t>(round * 4 + i);
-        models.push_back(std::make_unique<LowModel>(shape));
+  check_in_flight(
+      ranks, rounds, 20, kSmall ? 3000 : 300,
+      [R](Random& same, Random& mine, int) {
         const bool weights = same.below(2) == 0;
         LowMode mode = mode_of(true, weights, same.below(2) == 0 ? 1 : 0, 1 + static_cast<int>(mine.below(2 * R)));
         mode.short_ids = false;
-        open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
-      }
-      std::vector<std::size_t> order(open.size());
-      for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-      const auto shuffle = [&] {
-        for (std::size_t i = order.size(); i > 1; --i)
-          std::swap(order[i - 1], order[static_cast<std::size_t>(mine.below(static_cast<std::int64_t>(i)))]);
-      };
-      for (auto& call : open) call->send_dispatch();
-      if (mine.below(4) == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine.below(kSmall ? 3000 : 300)));
-      shuffle();
-      for (const std::size_t i : order) open[i]->receive_dispatch();
-      for (auto& call : open) {
-        call->check_dispatch();
-        call->restore_inputs();
-        call->make_outputs();
-      }
-      for (auto& call : open) call->send_combine();
-      shuffle();
-      for (const std::size_t i : order) open[i]->receive_combine();
-      for (auto& call : open) call->check_combine();
-    }
-  });
+        return mode;
+      },
+      [](int, Random&) {});
 }
 
 TEST_CASE("low latency between nodes: a rank that never comes is masked" * doctest::skip(no_gpu())) {

@@ -1,5 +1,5 @@
 // The combine of rows that travel as logarithms: bit for bit what the CPU makes of them. Also run on the CPU.
-#include "gpu_low_latency.cuh"
+#include "gpu_low_latency_cases.cuh"
 #include "kernels/intranode/launch.hpp"
 #include "kernels/low_latency/logfmt.cuh"
 
@@ -158,38 +158,14 @@ TEST_CASE("low latency, logarithms: ranks, halves, weights, types" * doctest::sk
 
 TEST_CASE("low latency, logarithms: widths, many experts a token, gaps, few blocks" * doctest::skip(no_gpu())) {
   LowRanks ranks(2, 16 * kMiB, 512 * kMiB);
-  struct Case {
-    std::int64_t hidden, experts, topk, max_tokens;
-    DType dtype;
-    int num_blocks;
-    std::int64_t gap;
-  };
-  std::vector<Case> cases = {{128, 16, 32, 5, DType::kFloat16, 4, 2},
-                             {256, 64, 64, 4, DType::kFloat32, 6, 0},
-                             {384, 9, 2, 9, DType::kFloat32, 2, 4},
-                             {2048, 32, 8, 4, DType::kBFloat16, 3, 32},
-                             {896, 70, 40, 3, DType::kBFloat16, 1, 0}};
+  std::vector<LowCase> cases = {{128, 16, 32, 5, DType::kFloat16, 4, 2},
+                                {256, 64, 64, 4, DType::kFloat32, 6, 0},
+                                {384, 9, 2, 9, DType::kFloat32, 2, 4},
+                                {2048, 32, 8, 4, DType::kBFloat16, 3, 32},
+                                {896, 70, 40, 3, DType::kBFloat16, 1, 0}};
   if (kOnGpu) cases.push_back({7168, 256, 8, 40, DType::kBFloat16, 60, 0});
-  for (const Case& one : cases)
-    for (const bool halves : {false, true})
-      for (const bool weights : {false, true}) {
-        CAPTURE(one.hidden);
-        CAPTURE(halves);
-        CAPTURE(weights);
-        LowShape shape;
-        shape.num_tokens = {one.max_tokens, one.max_tokens / 2};
-        shape.max_tokens = one.max_tokens;
-        shape.hidden = one.hidden;
-        shape.num_experts = one.experts;
-        shape.topk = one.topk;
-        shape.dtype = one.dtype;
-        shape.wild = weights;
-        LowMode mode;
-        mode.logfmt = true;
-        mode.halves = halves;
-        mode.weights = weights;
-        mode.num_blocks = one.num_blocks;
-        mode.gap = one.gap;
-        check_pair(ranks, shape, mode);
-      }
+  check_cases(ranks, cases, [](LowShape& shape, LowMode& mode) {
+    shape.wild = mode.weights;
+    mode.logfmt = true;
+  });
 }

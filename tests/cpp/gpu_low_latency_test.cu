@@ -1,5 +1,5 @@
 // Low-latency dispatch and combine between ranks: every mode and half against the scalar model.
-#include "gpu_low_latency.cuh"
+#include "gpu_low_latency_cases.cuh"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
@@ -36,18 +36,11 @@ TEST_CASE("low latency: bf16 and fp8, in one launch and in halves" * doctest::sk
           CAPTURE(halves);
           CAPTURE(weights);
           CAPTURE(kind);
-          LowMode mode;
-          mode.halves = halves;
-          mode.weights = weights;
-          mode.fp8 = kind > 0;
-          mode.round_scale = kind == 2;
-          mode.ue8m0 = kind == 3;
-          mode.num_blocks = blocks_for(num_ranks);
+          LowMode mode = mode_of(halves, weights, kind, blocks_for(num_ranks));
           if (ranks_a_gpu(num_ranks) == 1 && kind >= 2) {  // a rank may have all of its GPU
             mode.num_blocks = num_sms();
             mode.early = true;
           }
-          mode.short_ids = kind == 1;
           shape.seed += 1;
           check_pair(ranks, shape, mode);
         }
@@ -56,41 +49,16 @@ TEST_CASE("low latency: bf16 and fp8, in one launch and in halves" * doctest::sk
 
 TEST_CASE("low latency: types, widths, experts a token, strides, few blocks" * doctest::skip(no_gpu())) {
   LowRanks ranks(2, 96 * kMiB, 512 * kMiB);
-  struct Case {
-    std::int64_t hidden, experts, topk, max_tokens;
-    DType dtype;
-    int num_blocks;
-    std::int64_t gap;
-    bool fp8;
-  };
-  const Case cases[] = {
-      {7168, 256, 8, 16, DType::kBFloat16, 3, 0, true},   {7168, 256, 8, 16, DType::kBFloat16, 60, 32, true},
-      {2880, 9, 4, 24, DType::kBFloat16, 5, 2, false},    {8, 16, 1, 64, DType::kBFloat16, 7, 0, false},
-      {128, 16, 32, 12, DType::kFloat16, 9, 2, true},     {4, 3, 2, 50, DType::kFloat32, 3, 4, false},
-      {640, 64, 64, 10, DType::kFloat32, 33, 0, true},    {3072, 60, 22, 17, DType::kFloat16, 11, 0, false},
-      {512, 2048, 6, 130, DType::kBFloat16, 31, 0, true}, {256, 16, 14, 200, DType::kBFloat16, 4, 0, false},
-  };
-  for (const Case& one : cases)
-    for (const bool halves : {false, true})
-      for (const bool weights : {false, true}) {
-        CAPTURE(one.hidden);
-        CAPTURE(halves);
-        CAPTURE(weights);
-        LowShape shape;
-        shape.num_tokens = {one.max_tokens, one.max_tokens / 2};
-        shape.max_tokens = one.max_tokens;
-        shape.hidden = one.hidden;
-        shape.num_experts = one.experts;
-        shape.topk = one.topk;
-        shape.dtype = one.dtype;
-        LowMode mode;
-        mode.halves = halves;
-        mode.weights = weights;
-        mode.fp8 = one.fp8;
-        mode.num_blocks = one.num_blocks;
-        mode.gap = one.gap;
-        check_pair(ranks, shape, mode);
-      }
+  check_cases(ranks, {{7168, 256, 8, 16, DType::kBFloat16, 3, 0, 1},
+                      {7168, 256, 8, 16, DType::kBFloat16, 60, 32, 1},
+                      {2880, 9, 4, 24, DType::kBFloat16, 5, 2, 0},
+                      {8, 16, 1, 64, DType::kBFloat16, 7, 0, 0},
+                      {128, 16, 32, 12, DType::kFloat16, 9, 2, 1},
+                      {4, 3, 2, 50, DType::kFloat32, 3, 4, 0},
+                      {640, 64, 64, 10, DType::kFloat32, 33, 0, 1},
+                      {3072, 60, 22, 17, DType::kFloat16, 11, 0, 0},
+                      {512, 2048, 6, 130, DType::kBFloat16, 31, 0, 1},
+                      {256, 16, 14, 200, DType::kBFloat16, 4, 0, 0}});
 }
 
 TEST_CASE("low latency: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
@@ -134,59 +102,21 @@ TEST_CASE("low latency: three calls in flight, halves in any order, other calls 
   LowRanks ranks(R, 16 * kMiB, 64 * kMiB);
   const char* calls = std::getenv("DEEP_MOE_GPU_STRESS_CALLS");
   const int rounds = (calls != nullptr ? std::atoi(calls) : 1000) / 8;  // of two calls and their combines, in halves
-  Meeting together(R);
-  run(R, [&](int r) {
-    const Meeting::Leave leave{together};
-    Random same(5), mine(static_cast<std::uint64_t>(r) + 11);
-    for (int round = 0; round < rounds; ++round) {
-      CAPTURE(round);
-      ranks.clear(r);
-      std::vector<std::unique_ptr<LowModel>> models;
-      std::vector<std::unique_ptr<LowCall>> open;
-      const int count = 1 + static_cast<int>(same.below(3));
-      for (int i = 0; i < count; ++i) {
-        LowShape shape;
-        shape.max_tokens = 1 + same.below(60);
-        shape.num_tokens = {same.below(shape.max_tokens + 1), same.below(shape.max_tokens + 1)};
-        shape.hidden = 128 * (1 + same.below(6));
-        shape.num_experts = 2 + same.below(40);
-        shape.topk = 1 + same.below(9);
-        shape.dtype = same.below(2) == 0 ? DType::kBFloat16 : DType::kFloat16;
-        shape.seed = static_cast<std::uint64_t>(round * 4 + i);
-        models.push_back(std::make_unique<LowModel>(shape));
-        LowMode mode;
-        mode.halves = true;
-        mode.fp8 = same.below(2) == 0;
-        mode.weights = same.below(2) == 0;
-        mode.logfmt = (round + i) % 3 == 1;
-        mode.num_blocks = 3 + static_cast<int>(mine.below(40));
-        open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
-      }
-      std::vector<std::size_t> order(open.size());
-      for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-      const auto shuffle = [&] {
-        for (std::size_t i = order.size(); i > 1; --i)
-          std::swap(order[i - 1], order[static_cast<std::size_t>(mine.below(static_cast<std::int64_t>(i)))]);
-      };
-      for (auto& call : open) call->send_dispatch();
-      if (mine.below(4) == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine.below(300)));
-      shuffle();
-      for (const std::size_t i : order) open[i]->receive_dispatch();
-      for (std::int64_t others = same.below(7) - 3; others > 0; --others) {  // any other call takes an epoch
-        ranks.world.set_ids(r, {0});
-        kernels::notify(ranks.world.rank(r).domain, ranks.world.args(r, 0), ranks.world.rank(r).stream);
-      }
-      for (auto& call : open) {
-        call->check_dispatch();
-        call->restore_inputs();
-        call->make_outputs();
-      }
-      for (auto& call : open) call->send_combine();
-      shuffle();
-      for (const std::size_t i : order) open[i]->receive_combine();
-      for (auto& call : open) call->check_combine();
-    }
-  });
+  check_in_flight(
+      ranks, rounds, 60, 300,
+      [](Random& same, Random& mine, int number) {
+        const int kind = same.below(2) == 0 ? 1 : 0;
+        LowMode mode = mode_of(true, same.below(2) == 0, kind, 3 + static_cast<int>(mine.below(40)));
+        mode.logfmt = number % 3 == 1;
+        mode.short_ids = false;
+        return mode;
+      },
+      [&](int r, Random& same) {
+        for (std::int64_t others = same.below(7) - 3; others > 0; --others) {  // any other call takes an epoch
+          ranks.world.set_ids(r, {0});
+          kernels::notify(ranks.world.rank(r).domain, ranks.world.args(r, 0), ranks.world.rank(r).stream);
+        }
+      });
 }
 
 TEST_CASE("low latency: a graph, replayed with new values" * doctest::skip(no_gpu())) {

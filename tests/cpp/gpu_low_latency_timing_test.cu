@@ -86,6 +86,27 @@ double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, Wh
   return slowest;
 }
 
+LowShape shape_of(int num_ranks, std::int64_t num_tokens) {
+  LowShape shape;
+  shape.num_ranks = num_ranks;
+  shape.num_tokens.assign(static_cast<std::size_t>(num_ranks), num_tokens);
+  shape.max_tokens = kMaxTokens;
+  shape.hidden = kHidden;
+  shape.num_experts = kExperts;
+  shape.topk = kTopk;
+  return shape;
+}
+
+std::vector<std::unique_ptr<LowCall>> calls_of(LowRanks& ranks, LowModel& model, const LowMode& mode) {
+  std::vector<std::unique_ptr<LowCall>> calls;
+  for (int r = 0; r < model.shape.num_ranks; ++r) {
+    const OnGpuOf on(r);
+    ranks.clear(r);
+    calls.push_back(std::make_unique<LowCall>(ranks, model, r, mode));
+  }
+  return calls;
+}
+
 // Ids without repetition, uniform, as in the models that are measured elsewhere.
 void make_uniform(LowModel& model) {
   for (int r = 0; r < model.shape.num_ranks; ++r) {
@@ -129,14 +150,7 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
   LowRanks ranks(R, 128 * (1 << 20), std::int64_t{1800} << 20, 5.0);
   std::printf("\n");
   for (const std::int64_t T : {1, 8, 32, 128}) {
-    LowShape shape;
-    shape.num_ranks = R;
-    shape.num_tokens.assign(R, T);
-    shape.max_tokens = kMaxTokens;
-    shape.hidden = kHidden;
-    shape.num_experts = kExperts;
-    shape.topk = kTopk;
-    LowModel model(shape);
+    LowModel model(shape_of(R, T));
     make_uniform(model);
     for (const auto& [name, weights, fp8, what, logfmt] : std::vector<std::tuple<const char*, bool, bool, What, bool>>{
              {"fp8 + logfmt, weights at dispatch", true, true, What::kPair, true},
@@ -151,19 +165,14 @@ TEST_CASE("timing: low latency" * doctest::skip(no_gpu())) {
              {"fp8 + bf16 in halves, by expert", false, true, What::kHalves, false}}) {
       for (const auto& [blocks, early] : launches(R)) {
         if (blocks == 32 && (T != 128 || what != What::kPair)) continue;
-        std::vector<std::unique_ptr<LowCall>> calls;
-        for (int r = 0; r < R; ++r) {
-          const OnGpuOf on(r);
-          ranks.clear(r);
-          LowMode mode;
-          mode.fp8 = fp8;
-          mode.weights = weights;
-          mode.logfmt = logfmt;
-          mode.halves = what == What::kHalves;
-          mode.num_blocks = blocks;
-          mode.early = early;
-          calls.push_back(std::make_unique<LowCall>(ranks, model, r, mode));
-        }
+        LowMode mode;
+        mode.fp8 = fp8;
+        mode.weights = weights;
+        mode.logfmt = logfmt;
+        mode.halves = what == What::kHalves;
+        mode.num_blocks = blocks;
+        mode.early = early;
+        std::vector<std::unique_ptr<LowCall>> calls = calls_of(ranks, model, mode);
         const double micros = time_of(ranks, calls, what);
         report(name, R, T, blocks, early, micros);
         CHECK_LT(micros, 200);
@@ -179,27 +188,15 @@ TEST_CASE("timing: low latency between nodes, over mapped memory" * doctest::ski
   DirectRanks ranks({2, 1}, 8 << 20, std::int64_t{1800} << 20, 5.0);
   std::printf("\n");
   for (const std::int64_t T : {1, 8, 32, 128}) {
-    LowShape shape;
-    shape.num_ranks = R;
-    shape.num_tokens.assign(R, T);
-    shape.max_tokens = kMaxTokens;
-    shape.hidden = kHidden;
-    shape.num_experts = kExperts;
-    shape.topk = kTopk;
-    LowModel model(shape);
+    LowModel model(shape_of(R, T));
     make_uniform(model);
     for (const auto& [name, what] : {std::pair("between nodes: fp8 + bf16", What::kPair),
                                      std::pair("between nodes: fp8 dispatch", What::kDispatch),
                                      std::pair("between nodes: bf16 combine", What::kCombine)}) {
-      std::vector<std::unique_ptr<LowCall>> calls;
-      for (int r = 0; r < R; ++r) {
-        const OnGpuOf on(r);
-        ranks.clear(r);
-        LowMode mode;
-        mode.fp8 = true;
-        mode.num_blocks = 64;
-        calls.push_back(std::make_unique<LowCall>(ranks, model, r, mode));
-      }
+      LowMode mode;
+      mode.fp8 = true;
+      mode.num_blocks = 64;
+      std::vector<std::unique_ptr<LowCall>> calls = calls_of(ranks, model, mode);
       const double micros = time_of(ranks, calls, what);
       report(name, R, T, 64, false, micros);
       CHECK_LT(micros, 2000);

@@ -17,6 +17,7 @@ from ..cpu.test_cases_round_trip import two
 from ..cpu.test_expert_major import CASES, program
 from ..support.attempts import attempt, good_high_throughput
 from ..support.compare import same_bits, same_values
+from ..support.device import captured
 from ..support.expert_major import GroupedCombine, GroupedDispatch, grouped, groups_of, summed, with_tail
 from ..support.gpu import ONE, VECTOR, World, on_cpu, on_gpu
 from ..support.inputs import Case, Inputs
@@ -123,16 +124,7 @@ def job_graph(comm: Any, rank: int, given: Any) -> Any:
         rows = buffer.dispatch(x, handle=handle)[0]
         return rows, buffer.combine(rows, handle, row_weights=row_weights)[0]
 
-    layer()
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    for turn in range(comm.Get_size()):
-        comm.allgather(None)
-        if turn == rank:
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outputs = layer()
-    comm.allgather(None)
+    graph, outputs = captured(comm, rank, layer)
     seen = []
     for factor in (1, -3):
         for output in outputs:
@@ -185,16 +177,7 @@ def job_worst_graph(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
         total = buffer.combine(rows, handle, row_weights=row_weights)[0]
         return rows, experts, row_weights, handle.expert_offsets, handle.expert_counts, total
 
-    layer()
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    for turn in range(comm.Get_size()):
-        comm.allgather(None)
-        if turn == rank:
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outputs = layer()
-    comm.allgather(None)
+    graph, outputs = captured(comm, rank, layer)
     seen = []
     for given in rounds:
         for output in outputs:

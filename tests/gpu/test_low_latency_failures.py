@@ -17,6 +17,7 @@ from ..cpu import test_low_latency as on_cpus
 from ..cpu.test_cases_refused import CASE as REFUSED
 from ..cpu.test_low_latency import CASE, GIVEN, THREE, check_masked, inputs_of, masked_exchange, send
 from ..support.attempts import attempt, good_high_throughput, good_program, words
+from ..support.device import captured
 from ..support.gpu import World
 from ..support.inputs import Inputs
 from ..support.program import check, execute
@@ -259,17 +260,7 @@ def job_masked_replay(comm: Any, rank: int, _: Any) -> Any:
         low = buffer.low_latency_dispatch(x, idx, 12, 9, use_fp8=False)
         return low[0], low[1], buffer.low_latency_combine(low[0], idx, weights, low[2])[0]
 
-    layer()
-    torch.cuda.current_stream().synchronize()
-    graph, outputs = torch.cuda.CUDAGraph(), None
-    for turn in range(3):
-        comm.allgather(None)
-        if turn == rank:
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outputs = layer()
-    comm.allgather(None)
-    assert outputs is not None
+    graph, outputs = captured(comm, rank, layer)
     seen = []
     for masked in (False, True):
         if masked and rank != 2:

@@ -5,7 +5,6 @@ The programs of the CPU, against the same reference: sums are rounded once more 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from ..cpu.test_cases_round_trip import HIGH_THROUGHPUT, LOW_LATENCY, high_throu
 from ..cpu.test_failures import fused
 from ..cpu.test_models import MODELS, TOKENS, model_inputs
 from ..cpu.test_nodes import SQUARE, WIDE, WORLDS, World
-from ..support.attempts import attempt, good_high_throughput
+from ..support.attempts import attempt, attempt_when_late, good_high_throughput
 from ..support.gpu import World as Gpu
 from ..support.gpu import on_gpu
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
@@ -179,19 +178,7 @@ def job_late(comm: Any, rank: int, late: str) -> Any:
         "cached": lambda: buffer.dispatch(x, handle=sent[4]),
         "combine": lambda: buffer.combine(sent[0], sent[4]),
     }
-    torch.cuda.current_stream().synchronize()
-    comm.allgather(None)
-    if rank == 3:
-        time.sleep(1.0)
-
-    def whole() -> None:
-        calls[late]()
-        torch.cuda.current_stream().synchronize()
-        buffer.check()
-
-    tried = attempt(whole)
-    comm.allgather(None)
-    buffer.reset()
+    tried = attempt_when_late(comm, buffer, calls[late], 1.0 if rank == 3 else 0)
     return tried, execute(good_high_throughput(4), rank, [buffer])
 
 

@@ -23,7 +23,7 @@ from ..cpu.test_cases_round_trip import HIGH_THROUGHPUT, high_throughput
 from ..cpu.test_failures import fused
 from ..cpu.test_models import MODELS, TOKENS, model_inputs
 from ..cpu.test_nodes import SQUARE, World
-from ..support.attempts import Attempt, attempt, good_high_throughput, good_program, words
+from ..support.attempts import Attempt, attempt, attempt_when_late, good_high_throughput, good_program, words
 from ..support.device import on_gpu
 from ..support.gpu import World as Gpu
 from ..support.high_throughput import CachedDispatch, Combine, Dispatch
@@ -198,19 +198,7 @@ def job_late(comm: Any, rank: int, late: str) -> Any:
     buffer = across(comm, timeout=1.5)
     sent = fused(buffer, GIVEN)
     calls = {"dispatch": lambda: fused(buffer, GIVEN), "combine": lambda: buffer.combine(sent[0], sent[4])}
-    torch.cuda.current_stream().synchronize()
-    comm.allgather(None)
-    if rank == 3:
-        time.sleep(3.5)
-
-    def whole() -> None:
-        calls[late]()
-        torch.cuda.current_stream().synchronize()
-        buffer.check()
-
-    tried = attempt(whole)
-    comm.allgather(None)
-    buffer.reset()
+    tried = attempt_when_late(comm, buffer, calls[late], 3.5 if rank == 3 else 0)
     return tried, execute(good_high_throughput(4), rank, [buffer])
 
 

@@ -16,6 +16,7 @@ import deep_moe
 from deep_moe import reference
 
 from ..support.compare import same_bits, same_values
+from ..support.device import captured
 from ..support.gpu import ONE, WORLDS, World, on_cpu, on_gpu, side_stream
 from ..support.inputs import Case, Inputs, random_rows, rng
 
@@ -211,16 +212,7 @@ def job_graph(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
         total, summed, _ = buffer.combine(rows * 2, handle, topk_weights=weights)
         return rows, ids, total, summed
 
-    layer()
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    for turn in range(comm.Get_size()):
-        comm.allgather(None)
-        if turn == rank:
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outputs = layer()
-    comm.allgather(None)
+    graph, outputs = captured(comm, rank, layer)
     seen = []
     for given in rounds:
         for output in outputs:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .device import settle
 from .high_throughput import Combine, Dispatch
 from .inputs import Case
 from .low_latency import LowLatencyCombine, LowLatencyDispatch
@@ -38,6 +39,23 @@ def attempt(call: Callable[[], Any]) -> Attempt:
     except Exception as raised:
         value, error = None, raised.with_traceback(None)  # a traceback would keep the call's tensors alive
     return Attempt(value, error, time.monotonic() - started)
+
+
+def attempt_when_late(comm: Any, buffer: Any, call: Callable[[], Any], seconds: float) -> Attempt:
+    """Makes the call so long after the other ranks; then all reset the Buffer. Collective."""
+    settle(buffer)
+    comm.allgather(None)
+    time.sleep(seconds)
+
+    def whole() -> None:
+        call()
+        settle(buffer)
+        buffer.check()
+
+    tried = attempt(whole)
+    comm.allgather(None)
+    buffer.reset()
+    return tried
 
 
 def good_program(ranks: int = 2) -> Program:

@@ -154,6 +154,21 @@ def on_gpu(argument: Any) -> Any:
     return argument
 
 
+def captured(comm: Any, rank: int, layer: Callable[[], Any]) -> tuple[Any, Any]:
+    """A CUDA graph of `layer`, which runs once before, and its outputs; ranks capture in turn. Collective."""
+    layer()
+    torch.cuda.current_stream().synchronize()
+    graph, outputs = torch.cuda.CUDAGraph(), None
+    for turn in range(comm.Get_size()):
+        comm.allgather(None)
+        if turn == rank:
+            stream = torch.cuda.current_stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                outputs = layer()
+    comm.allgather(None)
+    return graph, outputs
+
+
 def where(buffer: Any, argument: Any) -> Any:
     """The argument on the Buffer's device."""
     return on_gpu(argument) if buffer.device.type == "cuda" else argument

@@ -1,5 +1,5 @@
 // The low-latency kernels on the CPU against the scalar model of the GPU tests: small shapes, for fibers are slow.
-#include "../gpu_low_latency.cuh"
+#include "../gpu_low_latency_cases.cuh"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
@@ -8,18 +8,6 @@ using kernels::LowLatencyHalf;
 namespace {
 
 constexpr std::int64_t kMiB = 1 << 20;
-
-LowMode mode_of(bool halves, bool weights, int fp8, int num_blocks = 3) {
-  LowMode mode;
-  mode.halves = halves;
-  mode.weights = weights;
-  mode.fp8 = fp8 > 0;
-  mode.round_scale = fp8 == 2;
-  mode.ue8m0 = fp8 == 3;
-  mode.short_ids = fp8 == 1;
-  mode.num_blocks = num_blocks;
-  return mode;
-}
 
 }  // namespace
 
@@ -49,38 +37,7 @@ TEST_CASE("low latency, emulated: ranks, halves, weights, rows as they are and c
 
 TEST_CASE("low latency, emulated: types, widths, experts a token, strides, few blocks") {
   LowRanks ranks(2, 16 * kMiB, 64 * kMiB);
-  struct Case {
-    std::int64_t hidden, experts, topk, max_tokens;
-    DType dtype;
-    int num_blocks;
-    std::int64_t gap;
-    int fp8;
-  };
-  const Case cases[] = {
-      {2880, 9, 4, 7, DType::kBFloat16, 5, 2, 0},   {8, 16, 1, 30, DType::kBFloat16, 3, 0, 0},
-      {128, 16, 32, 5, DType::kFloat16, 4, 2, 1},   {4, 3, 2, 12, DType::kFloat32, 2, 4, 0},
-      {640, 64, 64, 4, DType::kFloat32, 6, 0, 1},   {1024, 60, 22, 5, DType::kFloat16, 4, 0, 0},
-      {512, 512, 6, 20, DType::kBFloat16, 4, 0, 2}, {256, 16, 14, 40, DType::kBFloat16, 1, 0, 0},
-      {2048, 32, 8, 4, DType::kBFloat16, 3, 32, 3},
-  };
-  for (const Case& one : cases)
-    for (const bool halves : {false, true})
-      for (const bool weights : {false, true}) {
-        CAPTURE(one.hidden);
-        CAPTURE(halves);
-        CAPTURE(weights);
-        LowShape shape;
-        shape.num_tokens = {one.max_tokens, one.max_tokens / 2};
-        shape.max_tokens = one.max_tokens;
-        shape.hidden = one.hidden;
-        shape.num_experts = one.experts;
-        shape.topk = one.topk;
-        shape.dtype = one.dtype;
-        LowMode mode = mode_of(halves, weights, one.fp8, one.num_blocks);
-        mode.short_ids = false;
-        mode.gap = one.gap;
-        check_pair(ranks, shape, mode);
-      }
+  check_cases(ranks, kSmallCases);
 }
 
 TEST_CASE("low latency, emulated: rows with scales of their own travel as they are") {
@@ -125,55 +82,19 @@ TEST_CASE("low latency, emulated: three calls in flight, halves in any order") {
   LowRanks ranks(R, 2 * kMiB, 16 * kMiB);
   const char* calls = std::getenv("DEEP_MOE_EMULATED_ROUNDS");
   const int rounds = calls != nullptr ? std::atoi(calls) : 8;
-  Meeting together(R);
-  run(R, [&](int r) {
-    const Meeting::Leave leave{together};
-    Random same(5), mine(static_cast<std::uint64_t>(r) + 11);
-    for (int round = 0; round < rounds; ++round) {
-      CAPTURE(round);
-      ranks.clear(r);
-      std::vector<std::unique_ptr<LowModel>> models;
-      std::vector<std::unique_ptr<LowCall>> open;
-      const int count = 1 + static_cast<int>(same.below(3));
-      for (int i = 0; i < count; ++i) {
-        LowShape shape;
-        shape.max_tokens = 1 + same.below(20);
-        shape.num_tokens = {same.below(shape.max_tokens + 1), same.below(shape.max_tokens + 1)};
-        shape.hidden = 128 * (1 + same.below(6));
-        shape.num_experts = 2 + same.below(40);
-        shape.topk = 1 + same.below(9);
-        shape.dtype = same.below(2) == 0 ? DType::kBFloat16 : DType::kFloat16;
-        shape.seed = static_cast<std::uint64_t>(round * 4 + i);
-        models.push_back(std::make_unique<LowModel>(shape));
-        LowMode mode = mode_of(true, same.below(2) == 0, same.below(2) == 0 ? 1 : 0);
-        mode.logfmt = (round + i) % 3 == 1;
+  check_in_flight(
+      ranks, rounds, 20, 3000,
+      [](Random& same, Random& mine, int number) {
+        const bool weights = same.below(2) == 0;
+        LowMode mode = mode_of(true, weights, same.below(2) == 0 ? 1 : 0, 1 + static_cast<int>(mine.below(5)));
+        mode.logfmt = number % 3 == 1;
         mode.short_ids = false;
-        mode.num_blocks = 1 + static_cast<int>(mine.below(5));
-        open.push_back(std::make_unique<LowCall>(ranks, *models.back(), r, mode));
-      }
-      std::vector<std::size_t> order(open.size());
-      for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-      const auto shuffle = [&] {
-        for (std::size_t i = order.size(); i > 1; --i)
-          std::swap(order[i - 1], order[static_cast<std::size_t>(mine.below(static_cast<std::int64_t>(i)))]);
-      };
-      for (auto& call : open) call->send_dispatch();
-      if (mine.below(4) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(mine.below(3)));
-      shuffle();
-      for (const std::size_t i : order) open[i]->receive_dispatch();
-      for (std::int64_t others = same.below(7) - 3; others > 0; --others)  // any other call takes an epoch
-        kernels::notify(ranks.world.rank(r).domain, ranks.world.args(r, 0), ranks.world.rank(r).stream);
-      for (auto& call : open) {
-        call->check_dispatch();
-        call->restore_inputs();
-        call->make_outputs();
-      }
-      for (auto& call : open) call->send_combine();
-      shuffle();
-      for (const std::size_t i : order) open[i]->receive_combine();
-      for (auto& call : open) call->check_combine();
-    }
-  });
+        return mode;
+      },
+      [&](int r, Random& same) {
+        for (std::int64_t others = same.below(7) - 3; others > 0; --others)  // any other call takes an epoch
+          kernels::notify(ranks.world.rank(r).domain, ranks.world.args(r, 0), ranks.world.rank(r).stream);
+      });
 }
 
 TEST_CASE("low latency, emulated: a rank that never comes is masked, and the others go on without it") {
