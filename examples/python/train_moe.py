@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# An optimizer imports this, whose functions keep the default group of that time. Imported before there is one,
-# the group ends with destroy_process_group(); else it lives on, and gloo's threads may abort as Python ends.
+# An optimizer imports this, and its functions keep the default group of that time. Imported before there is
+# one, the group ends with destroy_process_group(); else it lives on, and gloo may abort as Python ends.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 

@@ -300,7 +300,7 @@ class BufferBase:
 
         Received tensors stay valid. Every other call then raises DestroyedError; peers that still need this
         rank raise PeerLostError. ``group`` becomes None: a process group that something holds survives
-        ``torch.distributed.destroy_process_group()``, and gloo's threads then run into the end of the interpreter.
+        ``torch.distributed.destroy_process_group()``, and gloo's threads then run into the end of Python.
         """
         self.runtime.destroy()
         self.group = None

@@ -56,7 +56,7 @@ def test_group_is_used_in_the_constructor_alone(tmp_path: Path) -> None:
 
 
 def test_destroyed_buffer_lets_go_of_its_group(tmp_path: Path) -> None:
-    """Else torch's group and its threads outlive destroy_process_group(), and run into the interpreter's end."""
+    """Else torch's group and its threads outlive destroy_process_group(), and run into the end of Python."""
 
     def of_gloo() -> int:
         names = (task / "comm" for task in Path("/proc/self/task").iterdir())
