@@ -15,7 +15,7 @@ REPO=$PWD
 VENV=${DEEP_MOE_VENV:-$REPO/.venv}
 JOBS=${JOBS:-$(nproc)}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-export CTEST_PARALLEL_LEVEL=${CTEST_PARALLEL_LEVEL:-1}
+export CTEST_PARALLEL_LEVEL=${CTEST_PARALLEL_LEVEL:-$JOBS}
 
 say() { printf '\n== %s\n' "$*"; }
 die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 1; }

@@ -3,4 +3,4 @@
 . "$(dirname "$0")/common.sh"
 need_spin
 use_venv test
-python -m pytest --ignore=tests/packaging "$@"
+python -m pytest --ignore=tests/packaging --durations=15 "$@"

@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -76,11 +77,14 @@ class Block {
 
  private:
   struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
+    ucontext_t start;
+    std::jmp_buf at;  // where it goes on, once it has started
+    bool started = false;
     unsigned votes = 0;
   };
   static void enter();
+  void resume(Fiber& fiber);   // until it suspends itself or returns
+  void suspend(Fiber& fiber);  // goes on in run()
   [[noreturn]] void give_up() const;
   std::size_t warp() const { return static_cast<std::size_t>(current_ / 32); }
   void release_if_complete(Barrier& barrier, int needed);
@@ -89,7 +93,7 @@ class Block {
   const std::function<void()> kernel_;
   std::vector<Fiber> fibers_;
   std::deque<int> ready_;
-  ucontext_t scheduler_;
+  std::jmp_buf scheduler_;
   int current_ = 0, live_ = 0;
   unsigned num_loads_ = 0;
   struct NamedBarrier {
