@@ -116,6 +116,7 @@ void CpuBuffer::release() noexcept {
     const std::lock_guard<std::mutex> lock(domain_mutex_);
     domain.swap(domain_);
   }
+  if (rails_) rails_->quiet();  // else word of the departure may come before what peers still wait for
   if (domain) domain->depart();
   pool_.reset();
   rails_.reset();

@@ -19,7 +19,7 @@ class OneSided {
   virtual void signal(int rank, std::size_t signal, std::uint64_t value) = 0;
   // The word's value; what was delivered before it is visible (acquire).
   virtual std::uint64_t test(std::size_t signal) = 0;
-  // All that this rank has issued is delivered (G5). For resets alone.
+  // All that this rank has issued is delivered (G5). For resets and departures alone.
   virtual void quiet() = 0;
 };
 

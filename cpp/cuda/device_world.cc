@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include <deep_moe/error.hpp>
@@ -16,6 +17,8 @@
 
 namespace deep_moe::cuda {
 namespace {
+
+constexpr auto kQuietTime = std::chrono::seconds(1);
 
 std::string pack(const Ticket& ticket) { return std::string(reinterpret_cast<const char*>(&ticket), sizeof(ticket)); }
 
@@ -300,11 +303,31 @@ void DeviceWorld::wait_idle(const char* phase) {
   check(status, "the comm stream");
 }
 
+bool DeviceWorld::has_delivered() const noexcept {
+  if (!nodes_) return true;
+  try {
+    nodes_->quiet(comm_stream());
+  } catch (const Error&) {
+    return false;
+  }
+  const auto end = std::chrono::steady_clock::now() + kQuietTime;
+  CUresult status = query(comm_stream());
+  while (status == CUDA_ERROR_NOT_READY && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    status = query(comm_stream());
+  }
+  return status == CUDA_SUCCESS;
+}
+
 void DeviceWorld::depart(bool all_on_comm_stream, const std::string& failure) noexcept {
   attendant_.reset();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (device_heap_) device_heap_->close();
-  if (talk_) talk_->depart(all_on_comm_stream && comm_stream_ && query(comm_stream()) == CUDA_SUCCESS, failure);
+  if (talk_) {
+    bool idle = all_on_comm_stream && comm_stream_ && query(comm_stream()) == CUDA_SUCCESS;
+    if (idle && failure.empty()) idle = has_delivered();
+    talk_->depart(idle, failure);
+  }
   if (channel_) channel_->close();
   forget_local_segments(uid_);
 }

@@ -130,6 +130,10 @@ class DeviceWorld {
   void depart(bool all_on_comm_stream, const std::string& failure) noexcept;
 
  private:
+  // Waits a little until all that this rank has put has arrived, once its kernels have ended. Word of its departure
+  // would else come first, and peers take for lost what is on its way.
+  bool has_delivered() const noexcept;
+
   struct Peer {
     std::uint64_t uid = 0;
     bool local = false;  // shares this process

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -47,6 +48,8 @@ class RandomNetwork {
   RandomNetwork& operator=(const RandomNetwork&) = delete;
 
   cpu::OneSided& port(int rank) { return *ports_[static_cast<std::size_t>(rank)]; }
+  // Nothing is delivered for so long after every few parts.
+  void pause(std::chrono::milliseconds pause) { pause_ = pause; }
   // Operations that were complete before an older one of the same rank. Call it when all ranks have joined.
   std::int64_t num_overtakings() {
     const std::lock_guard lock(mutex_);
@@ -123,6 +126,7 @@ class RandomNetwork {
       if (stop_) return;
       for (int steps = 0; steps < 16 && !in_flight_.empty(); ++steps) deliver_a_part();
       lock.unlock();
+      std::this_thread::sleep_for(pause_.load());
       std::this_thread::yield();
       lock.lock();
     }
@@ -162,6 +166,7 @@ class RandomNetwork {
   std::uint64_t tick_ = 0;
   std::int64_t num_overtakings_ = 0;
   bool stop_ = false;
+  std::atomic<std::chrono::milliseconds> pause_{};
   std::thread carrier_;
 };
 

@@ -32,6 +32,7 @@ class Networks {
     here_ = nullptr;
   }
   void mend() { broken_ = false; }
+  void pause(std::chrono::milliseconds pause) { network_->pause(pause); }
   std::int64_t num_overtakings() { return network_->num_overtakings(); }
 
  private:
@@ -148,6 +149,20 @@ TEST_CASE("rows come in waves over such a network") {
     }
   }));
   ::unsetenv("DEEP_MOE_MAX_HEAP_BYTES");
+}
+
+TEST_CASE("word of a rank that goes does not overtake what it has put") {
+  const Shape shape{2, {9, 12}, 64, 4, 2, 1};
+  for (std::uint64_t seed = 0; seed < 10; ++seed) {
+    Networks networks(shape.num_local_ranks, seed);
+    check_all(run_threads(2, [&](const Bootstrap& bootstrap) {
+      Buffer buffer(bootstrap, narrow(shape, 2));
+      round_trip(buffer, shape, seed, -1, {});
+      networks.pause(std::chrono::milliseconds(25));  // more than a rank waits until it looks who is gone
+      round_trip(buffer, shape, seed + 1, -1, {});
+      buffer.destroy();
+    }));
+  }
 }
 
 TEST_CASE("a lost credit ends in an error everywhere, and a reset mends it") {
