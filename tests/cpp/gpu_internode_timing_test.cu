@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "gpu_internode.cuh"
+#include "gpu_timing.cuh"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
@@ -13,17 +14,6 @@ namespace {
 
 constexpr std::int64_t kTokens = 4096, kHidden = 7168;
 constexpr int kExperts = 256, kTopk = 8, kCalls = 10, kRepeats = 7;
-
-std::vector<std::int64_t> uniform_ids(int seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::int64_t> ids, experts(kExperts);
-  for (int e = 0; e < kExperts; ++e) experts[e] = e;
-  for (std::int64_t t = 0; t < kTokens; ++t) {
-    for (int k = 0; k < kTopk; ++k) std::swap(experts[k], experts[k + random() % (kExperts - k)]);
-    ids.insert(ids.end(), experts.begin(), experts.begin() + kTopk);
-  }
-  return ids;
-}
 
 // Microseconds a call: all ranks at the same time, back to back, slowest rank, median.
 double back_to_back(World& world, const std::function<void(int)>& launch) {
@@ -52,10 +42,7 @@ double back_to_back(World& world, const std::function<void(int)>& launch) {
     cuda(cudaEventDestroy(end));
   });
   double slowest = 0;
-  for (std::vector<double>& of_rank : micros) {
-    std::sort(of_rank.begin(), of_rank.end());
-    slowest = std::max(slowest, of_rank[of_rank.size() / 2]);
-  }
+  for (const std::vector<double>& of_rank : micros) slowest = std::max(slowest, median(of_rank));
   return slowest;
 }
 
@@ -93,7 +80,7 @@ TEST_CASE("timing: between nodes" * doctest::skip(no_gpu())) {
   rails.use_inputs(sums);
   std::mt19937_64 random(71);
   for (int r = 0; r < rail.num_ranks(); ++r) {
-    world.set_ids(r, uniform_ids(r));
+    world.set_ids(r, uniform_ids(kTokens, kTopk, kExperts, static_cast<std::uint64_t>(r)));
     rows.fill(r, random);
   }
   rows.count();

@@ -4,6 +4,7 @@
 
 #include "gpu_direct.cuh"
 #include "gpu_low_latency.cuh"
+#include "gpu_timing.cuh"
 
 using namespace deep_moe;
 using namespace deep_moe::test;
@@ -11,79 +12,37 @@ using kernels::LowLatencyHalf;
 
 namespace {
 
-constexpr int kPairs = 20, kGraphs = 3, kRepeats = 9;
-constexpr std::int64_t kHidden = 7168, kExperts = 256, kTopk = 8, kMaxTokens = 128;
+constexpr std::int64_t kHidden = 7168, kMaxTokens = 128;
+constexpr int kExperts = 256, kTopk = 8;
 
 enum class What { kPair, kDispatch, kCombine, kHalves };
 
 // Microseconds a pair: both ranks at the same time, slower rank, median.
 double time_of(LowRanks& ranks, std::vector<std::unique_ptr<LowCall>>& calls, What what) {
   const int R = ranks.world.num_ranks();
-  std::vector<std::vector<double>> micros(R);
-  std::vector<cudaGraphExec_t> graphs(R);
-  std::vector<cudaEvent_t> begin(R), end(R);
   if (what == What::kCombine)  // of what one dispatch has brought
     run(R, [&](int r) {
       calls[r]->launch_dispatch(LowLatencyHalf::kBoth);
       ranks.sync(r);
     });
-  for (int r = 0; r < R; ++r) {
-    const OnGpuOf on(r);
-    cudaStream_t stream = ranks.world.rank(r).stream;
-    cudaGraph_t graph;
-    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kPairs; ++i) {
-      if (what == What::kHalves) {
-        calls[r]->launch_dispatch(LowLatencyHalf::kSend);
-        calls[r]->launch_dispatch(LowLatencyHalf::kReceive);
-        calls[r]->launch_combine(LowLatencyHalf::kSend);
-        calls[r]->launch_combine(LowLatencyHalf::kReceive);
-        continue;
-      }
-      if (what != What::kCombine) calls[r]->launch_dispatch(LowLatencyHalf::kBoth);
-      if (what != What::kDispatch) calls[r]->launch_combine(LowLatencyHalf::kBoth);
+  const double micros = time_in_graphs(ranks.world, {20, 3, 9}, [&](int r) {
+    if (what == What::kHalves) {
+      calls[r]->launch_dispatch(LowLatencyHalf::kSend);
+      calls[r]->launch_dispatch(LowLatencyHalf::kReceive);
+      calls[r]->launch_combine(LowLatencyHalf::kSend);
+      calls[r]->launch_combine(LowLatencyHalf::kReceive);
+      return;
     }
-    cuda(cudaStreamEndCapture(stream, &graph));
-    cuda(cudaGraphInstantiate(&graphs[r], graph, 0));
-    cuda(cudaGraphUpload(graphs[r], stream));
-    cuda(cudaGraphDestroy(graph));
-    cuda(cudaEventCreate(&begin[r]));
-    cuda(cudaEventCreate(&end[r]));
-  }
-  Meeting together(R);
-  for (int i = -1; i < kRepeats; ++i) {
-    run(R, [&](int r) {
-      const Meeting::Leave leave{together};
-      cudaStream_t stream = ranks.world.rank(r).stream;
-      together.wait();
-      cuda(cudaGraphLaunch(graphs[r], stream));
-      cuda(cudaEventRecord(begin[r], stream));
-      // No rank is a launch ahead of one that has not launched: a launch may wait for the one before it with the
-      // driver's lock held, and that one for the other rank.
-      for (int g = 0; g < kGraphs; ++g) {
-        together.wait();
-        cuda(cudaGraphLaunch(graphs[r], stream));
-      }
-      cuda(cudaEventRecord(end[r], stream));
-      cuda(cudaStreamSynchronize(stream));
-      float ms = 0;
-      cuda(cudaEventElapsedTime(&ms, begin[r], end[r]));
-      if (i >= 0) micros[r].push_back(1000.0 * ms / (kPairs * kGraphs));
-    });
-  }
-  double slowest = 0;
+    if (what != What::kCombine) calls[r]->launch_dispatch(LowLatencyHalf::kBoth);
+    if (what != What::kDispatch) calls[r]->launch_combine(LowLatencyHalf::kBoth);
+  });
   for (int r = 0; r < R; ++r) {
     const layout::ErrorRecord& error = ranks.world.error(r);
     if (error.kind != 0)
       throw std::runtime_error("rank " + std::to_string(r) + " waited for rank " + std::to_string(error.peer) + " in " +
                                layout::wait_phase_name(static_cast<layout::WaitPhase>(error.phase)));
-    std::sort(micros[r].begin(), micros[r].end());
-    slowest = std::max(slowest, micros[r][micros[r].size() / 2]);
-    cuda(cudaGraphExecDestroy(graphs[r]));
-    cuda(cudaEventDestroy(begin[r]));
-    cuda(cudaEventDestroy(end[r]));
   }
-  return slowest;
+  return micros;
 }
 
 LowShape shape_of(int num_ranks, std::int64_t num_tokens) {
@@ -109,16 +68,8 @@ std::vector<std::unique_ptr<LowCall>> calls_of(LowRanks& ranks, LowModel& model,
 
 // Ids without repetition, uniform, as in the models that are measured elsewhere.
 void make_uniform(LowModel& model) {
-  for (int r = 0; r < model.shape.num_ranks; ++r) {
-    std::mt19937_64 random(static_cast<std::uint64_t>(r) + 3);
-    std::vector<std::int64_t> experts(kExperts), ids;
-    for (std::int64_t e = 0; e < kExperts; ++e) experts[static_cast<std::size_t>(e)] = e;
-    for (std::int64_t t = 0; t < model.shape.num_tokens[r]; ++t) {
-      for (int k = 0; k < kTopk; ++k) std::swap(experts[k], experts[k + random() % (kExperts - k)]);
-      ids.insert(ids.end(), experts.begin(), experts.begin() + kTopk);
-    }
-    model.inputs[r].ids = ids;
-  }
+  for (int r = 0; r < model.shape.num_ranks; ++r)
+    model.inputs[r].ids = uniform_ids(model.shape.num_tokens[r], kTopk, kExperts, static_cast<std::uint64_t>(r) + 3);
 }
 
 void report(const char* what, int num_ranks, std::int64_t num_tokens, int blocks, bool early, double micros) {

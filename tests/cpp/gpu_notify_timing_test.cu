@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "gpu_timing.cuh"
 #include "gpu_world.cuh"
 
 using namespace deep_moe;
@@ -10,66 +11,7 @@ using namespace deep_moe::test;
 
 namespace {
 
-constexpr int kNodes = 50, kGraphs = 10, kRepeats = 9;
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-std::vector<std::int64_t> uniform_ids(std::int64_t num_tokens, int topk, int num_experts, int seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::int64_t> ids;
-  std::vector<std::int64_t> experts(num_experts);
-  for (int e = 0; e < num_experts; ++e) experts[e] = e;
-  for (std::int64_t t = 0; t < num_tokens; ++t) {
-    for (int k = 0; k < topk; ++k) std::swap(experts[k], experts[k + random() % (num_experts - k)]);
-    ids.insert(ids.end(), experts.begin(), experts.begin() + topk);
-  }
-  return ids;
-}
-
-// Microseconds a call of `launch(r)`, back to back inside CUDA graphs, slowest rank, median.
-double back_to_back(World& world, const std::function<void(int)>& launch) {
-  const int R = world.num_ranks();
-  std::vector<std::vector<double>> micros(R);
-  std::vector<cudaGraphExec_t> graphs(R);
-  std::vector<cudaEvent_t> begin(R), end(R);
-  for (int r = 0; r < R; ++r) {
-    const OnGpuOf on(r);
-    cudaStream_t stream = world.rank(r).stream;
-    cudaGraph_t graph;
-    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kNodes; ++i) launch(r);
-    cuda(cudaStreamEndCapture(stream, &graph));
-    cuda(cudaGraphInstantiate(&graphs[r], graph, 0));
-    cuda(cudaGraphUpload(graphs[r], stream));
-    cuda(cudaGraphDestroy(graph));
-    cuda(cudaEventCreate(&begin[r]));
-    cuda(cudaEventCreate(&end[r]));
-  }
-  for (int i = -2; i < kRepeats; ++i) {
-    run(R, [&](int r) {
-      cudaStream_t stream = world.rank(r).stream;
-      cuda(cudaGraphLaunch(graphs[r], stream));  // the ranks meet here
-      cuda(cudaEventRecord(begin[r], stream));
-      for (int g = 0; g < kGraphs; ++g) cuda(cudaGraphLaunch(graphs[r], stream));
-      cuda(cudaEventRecord(end[r], stream));
-      cuda(cudaStreamSynchronize(stream));
-      float ms = 0;
-      cuda(cudaEventElapsedTime(&ms, begin[r], end[r]));
-      if (i >= 0) micros[r].push_back(1000.0 * ms / (kNodes * kGraphs));
-    });
-  }
-  double slowest = 0;
-  for (int r = 0; r < R; ++r) {
-    slowest = std::max(slowest, median(micros[r]));
-    cuda(cudaGraphExecDestroy(graphs[r]));
-    cuda(cudaEventDestroy(begin[r]));
-    cuda(cudaEventDestroy(end[r]));
-  }
-  return slowest;
-}
+constexpr GraphRuns kRuns{50, 10, 9};
 
 struct Single {
   double events, host;
@@ -131,8 +73,9 @@ TEST_CASE("timing: layout and notify" * doctest::skip(no_gpu())) {
               "back to back", "one, events", "at host", "layout b2b");
   for (const Row& row : rows) {
     World world(row.num_ranks, row.num_tokens, row.topk, row.num_experts, 8, 100.0);
-    for (int r = 0; r < row.num_ranks; ++r) world.set_ids(r, uniform_ids(row.num_tokens, row.topk, row.num_experts, r));
-    const double chained = back_to_back(world, [&](int r) {
+    for (int r = 0; r < row.num_ranks; ++r)
+      world.set_ids(r, uniform_ids(row.num_tokens, row.topk, row.num_experts, static_cast<std::uint64_t>(r)));
+    const double chained = time_in_graphs(world, kRuns, [&](int r) {
       kernels::NotifyArgs args = world.args(r, 1);
       args.num_blocks = row.num_blocks;
       kernels::notify(world.rank(r).domain, args, world.rank(r).stream);
@@ -140,7 +83,7 @@ TEST_CASE("timing: layout and notify" * doctest::skip(no_gpu())) {
     // The captured calls left sequence 1 at the host; single_call counts from 1 too, so let it start from clean words.
     for (int r = 0; r < row.num_ranks; ++r) std::memset(world.rank(r).host, 0, layout::host_words_bytes(row.num_ranks));
     const Single single = single_call(world);
-    const double layout_only = back_to_back(world, [&](int r) {
+    const double layout_only = time_in_graphs(world, kRuns, [&](int r) {
       kernels::LayoutArgs args;
       args.ids = world.args(r, 0).ids;
       args.num_experts = row.num_experts;
@@ -157,6 +100,7 @@ TEST_CASE("timing: layout and notify" * doctest::skip(no_gpu())) {
     CHECK_LT(chained, 100.0);
   }
   World world(2, 1, 1, 2, 8, 100.0);
-  const double empty = back_to_back(world, [&](int r) { empty_kernel<<<17, 256, 0, world.rank(r).stream>>>(); });
+  const double empty =
+      time_in_graphs(world, kRuns, [&](int r) { empty_kernel<<<17, 256, 0, world.rank(r).stream>>>(); });
   std::printf("empty kernel of 17 blocks, back to back: %.2f us\n", empty);
 }

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "gpu_rows.cuh"
+#include "gpu_timing.cuh"
 #include "kernels/bench/copy_bound.hpp"
 
 using namespace deep_moe;
@@ -13,71 +14,9 @@ using deep_moe::bench::CopyBound;
 
 namespace {
 
-constexpr int kNodes = 10, kGraphs = 3, kRepeats = 11;
+constexpr GraphRuns kRuns{10, 3, 11};
 constexpr std::int64_t kTokens = 4096, kHidden = 7168;
 constexpr int kExperts = 256, kTopk = 8;
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-std::vector<std::int64_t> uniform_ids(int seed, std::int64_t num_tokens = kTokens) {
-  std::mt19937_64 random(seed);
-  std::vector<std::int64_t> ids, experts(kExperts);
-  for (int e = 0; e < kExperts; ++e) experts[e] = e;
-  for (std::int64_t t = 0; t < num_tokens; ++t) {
-    for (int k = 0; k < kTopk; ++k) std::swap(experts[k], experts[k + random() % (kExperts - k)]);
-    ids.insert(ids.end(), experts.begin(), experts.begin() + kTopk);
-  }
-  return ids;
-}
-
-// Microseconds a call of `launch(r)`: both ranks at the same time, back to back inside CUDA graphs, slower rank,
-// median.
-double back_to_back(World& world, const std::function<void(int)>& launch) {
-  const int R = world.num_ranks();
-  std::vector<std::vector<double>> micros(R);
-  std::vector<cudaGraphExec_t> graphs(R);
-  std::vector<cudaEvent_t> begin(R), end(R);
-  for (int r = 0; r < R; ++r) {
-    const OnGpuOf on(r);
-    cudaStream_t stream = world.rank(r).stream;
-    cudaGraph_t graph;
-    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kNodes; ++i) launch(r);
-    cuda(cudaStreamEndCapture(stream, &graph));
-    cuda(cudaGraphInstantiate(&graphs[r], graph, 0));
-    cuda(cudaGraphUpload(graphs[r], stream));
-    cuda(cudaGraphDestroy(graph));
-    cuda(cudaEventCreate(&begin[r]));
-    cuda(cudaEventCreate(&end[r]));
-  }
-  Meeting together(R);
-  for (int i = -1; i < kRepeats; ++i) {
-    run(R, [&](int r) {
-      const Meeting::Leave leave{together};
-      cudaStream_t stream = world.rank(r).stream;
-      together.wait();
-      cuda(cudaGraphLaunch(graphs[r], stream));
-      cuda(cudaEventRecord(begin[r], stream));
-      for (int g = 0; g < kGraphs; ++g) cuda(cudaGraphLaunch(graphs[r], stream));
-      cuda(cudaEventRecord(end[r], stream));
-      cuda(cudaStreamSynchronize(stream));
-      float ms = 0;
-      cuda(cudaEventElapsedTime(&ms, begin[r], end[r]));
-      if (i >= 0) micros[r].push_back(1000.0 * ms / (kNodes * kGraphs));
-    });
-  }
-  double slowest = 0;
-  for (int r = 0; r < R; ++r) {
-    slowest = std::max(slowest, median(micros[r]));
-    cuda(cudaGraphExecDestroy(graphs[r]));
-    cuda(cudaEventDestroy(begin[r]));
-    cuda(cudaEventDestroy(end[r]));
-  }
-  return slowest;
-}
 
 // The fastest of several shapes of the copy, with rows dealt out by turns and, for SMs get unequal shares of a link, by
 // tickets.
@@ -95,7 +34,7 @@ double copy_time(World& world, Rows& rows, int num_sms, const std::vector<std::p
   for (const auto& [num_warps, num_stages] : warps_and_stages) {
     const deep_moe::bench::CopyShape shape{num_sms, num_warps, num_stages};
     for (const bool by_tickets : {false, true})
-      best = std::min(best, back_to_back(world, [&](int r) {
+      best = std::min(best, time_in_graphs(world, kRuns, [&](int r) {
                         CopyBound copy = args(r);
                         if (by_tickets) copy.tickets = tickets[r];
                         deep_moe::bench::launch_copy_bound(copy, shape, world.rank(r).stream);
@@ -140,7 +79,7 @@ class Bench {
         rows(world, num_tokens, shape(num_ranks, num_tokens, fp8)) {
     std::mt19937_64 random(41);
     for (int r = 0; r < num_ranks; ++r) {
-      world.set_ids(r, uniform_ids(r, num_tokens));
+      world.set_ids(r, uniform_ids(num_tokens, kTopk, kExperts, static_cast<std::uint64_t>(r)));
       rows.fill(r, random);
       out_.push_back(rows.allocate(r, num_tokens * rows.shape().row_bytes));
     }
@@ -224,8 +163,8 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
     bench.move_once();
     const std::int64_t row_bytes = rows.shape().row_bytes;
     if (!fp8)
-      report("layout and notify", type, 2, kTokens, 0, back_to_back(bench.world, [&](int r) { bench.notify(r, true); }),
-             0);
+      report("layout and notify", type, 2, kTokens, 0,
+             time_in_graphs(bench.world, kRuns, [&](int r) { bench.notify(r, true); }), 0);
     char *copies[2][2], *extra[2][2];
     for (int r = 0; r < 2; ++r) {
       for (char*& copy : copies[r]) copy = rows.allocate(r, kTokens * row_bytes);
@@ -247,13 +186,13 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
         args.chunk_bytes = 3584;
         return args;
       });
-      const double whole = back_to_back(bench.world, [&](int r) {
+      const double whole = time_in_graphs(bench.world, kRuns, [&](int r) {
         bench.notify(r);
         bench.dispatch(r);
       });
       report("notify + dispatch", type, 2, kTokens, num_sms, whole, copy);
       report("dispatch by handle", type, 2, kTokens, num_sms,
-             back_to_back(bench.world, [&](int r) { bench.cached_dispatch(r); }), copy);
+             time_in_graphs(bench.world, kRuns, [&](int r) { bench.cached_dispatch(r); }), copy);
       CHECK_LT(whole, 2 * copy + 50);
       if (fp8) continue;
 
@@ -269,12 +208,12 @@ TEST_CASE("timing: dispatch and combine beside a plain copy" * doctest::skip(no_
         args.chunk_bytes = 3584;
         return args;
       });
-      const double combine = back_to_back(bench.world, [&](int r) { bench.combine(r, true); });
+      const double combine = time_in_graphs(bench.world, kRuns, [&](int r) { bench.combine(r, true); });
       report("combine", type, 2, kTokens, num_sms, combine, pull);
       report("combine without weights", type, 2, kTokens, num_sms,
-             back_to_back(bench.world, [&](int r) { bench.combine(r, false); }), pull);
+             time_in_graphs(bench.world, kRuns, [&](int r) { bench.combine(r, false); }), pull);
       report("combine, plain loads", type, 2, kTokens, num_sms,
-             back_to_back(bench.world, [&](int r) { bench.combine(r, true, 0, true); }), pull);
+             time_in_graphs(bench.world, kRuns, [&](int r) { bench.combine(r, true, 0, true); }), pull);
       CHECK_LT(combine, 2 * pull + 50);
     }
   }
@@ -304,7 +243,7 @@ TEST_CASE("timing: combine of several ranks and with biases, beside a plain copy
           return args;
         });
         const std::string name = "combine, " + std::to_string(num_biases) + " biases";
-        const double combine = back_to_back(bench.world, [&](int r) { bench.combine(r, true, num_biases); });
+        const double combine = time_in_graphs(bench.world, kRuns, [&](int r) { bench.combine(r, true, num_biases); });
         report(name.c_str(), "bf16", R, kTokens, num_sms, combine, pull);
         CHECK_LT(combine, 4 * pull + 50);
       }
@@ -322,7 +261,7 @@ TEST_CASE("timing: pairs of few tokens in a graph" * doctest::skip(no_gpu())) {
       if (num_tokens == 1 && num_sms != 20) continue;
       bench.rows.shape().num_sms = num_sms;
       const auto time = [&](const char* call, const std::function<void(int)>& launch) {
-        const double micros = back_to_back(bench.world, launch);
+        const double micros = time_in_graphs(bench.world, kRuns, launch);
         report(call, "bf16", 2, num_tokens, num_sms, micros, 0);
         return micros;
       };

@@ -12,6 +12,7 @@ from deep_moe import reference
 
 from ..support.attempts import attempt, good_program
 from ..support.compare import same_bits, same_values
+from ..support.device import captured
 from ..support.gpu import ONE, World, on_cpu, on_gpu
 from ..support.inputs import Case, Inputs
 from ..support.program import check, execute, packed
@@ -69,21 +70,6 @@ class Layer:
         return rows, count, total
 
 
-def capture(comm: Any, rank: int, layer: Layer) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Ranks capture in turn, after one run that makes the staging."""
-    layer.run()
-    torch.cuda.current_stream().synchronize()
-    graph, outputs = torch.cuda.CUDAGraph(), None
-    for turn in range(comm.Get_size()):
-        comm.allgather(None)
-        if turn == rank:
-            stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                outputs = layer.run()
-    comm.allgather(None)
-    return graph, outputs
-
-
 def check_round(given: Inputs, mode: str, results: list[Any], at: str) -> None:
     received = reference.low_latency_dispatch(given.x, given.topk_idx, CAP, given.experts, use_fp8=False)
     y = [one.x for one in received if isinstance(one.x, torch.Tensor)]
@@ -100,7 +86,7 @@ def job_graph(comm: Any, rank: int, work: tuple[str, list[Inputs]]) -> Any:
     mode, rounds = work
     buffer = deep_moe.Buffer(None, 64 << 20, comm=comm, timeout=20)
     layer = Layer(buffer, rounds[0], mode)
-    graph, outputs = capture(comm, rank, layer)
+    graph, outputs = captured(comm, rank, layer.run)
     seen = []
     for given in rounds:
         layer.use(given)
@@ -127,7 +113,7 @@ def job_beside(comm: Any, rank: int, rounds: list[Inputs]) -> Any:
     """Rank 0 replays what the others call, then the other way round; high-throughput calls in between."""
     buffer = deep_moe.Buffer(None, 64 << 20, comm=comm, timeout=20)
     layer = Layer(buffer, rounds[0], "weights")
-    graph, outputs = capture(comm, rank, layer)
+    graph, outputs = captured(comm, rank, layer.run)
     seen = []
     for turn, given in enumerate([*rounds, *rounds]):
         layer.use(given)
@@ -164,7 +150,7 @@ def job_small_staging(comm: Any, rank: int, given: Inputs) -> Any:
                 tried = attempt(layer.run)
     comm.allgather(None)
     good = execute(good_program(), rank, [buffer])
-    graph, outputs = capture(comm, rank, layer)
+    graph, outputs = captured(comm, rank, layer.run)
     graph.replay()
     return tried, good, on_cpu(list(outputs))
 
@@ -182,7 +168,7 @@ def job_grown_behind(comm: Any, rank: int, given: Inputs) -> Any:
     """The staging grows after a capture: the graph's own stays, and nothing else lies in it."""
     buffer = deep_moe.Buffer(None, 256 << 20, comm=comm, timeout=20)
     layer = Layer(buffer, given, "plain")
-    graph, outputs = capture(comm, rank, layer)
+    graph, outputs = captured(comm, rank, layer.run)
     wide = Case("wide", (24, 17), hidden=4096).inputs()
     x, idx = on_gpu(wide.x[rank]), on_gpu(wide.topk_idx[rank])
     buffer.low_latency_dispatch(x, idx, 200, wide.experts, use_fp8=False)
