@@ -23,6 +23,7 @@ constexpr int kNumDTypes = static_cast<int>(DType::kFloat4E2M1x2) + 1;
 struct Torch {
   PyTypeObject* tensor_type = nullptr;
   PyObject* from_dlpack = nullptr;
+  const dlpack::ExchangeApi* exchange = nullptr;  // null where this torch has none
   std::array<PyObject*, kNumDTypes> dtypes = {};  // null where this torch lacks the type
   PyObject* name_data_ptr = nullptr;
   PyObject* name_dtype = nullptr;
@@ -93,14 +94,18 @@ bool may_be_negated(DType dtype) {
 // ---- out ----
 
 struct Exported {
-  dlpack::DLManagedTensor managed = {};
+  dlpack::DLManagedTensor managed = {};  // this one or the next
+  dlpack::DLManagedTensorVersioned versioned = {};
   std::int64_t shape[kMaxTensorDims];
   std::int64_t stride[kMaxTensorDims];
   std::shared_ptr<void> owner;
 };
 
 // Runs wherever the last reference dies: with or without the GIL, at exit, in a forked child.
-void delete_exported(dlpack::DLManagedTensor* managed) { delete static_cast<Exported*>(managed->manager_ctx); }
+template <class Managed>
+void delete_exported(Managed* managed) {
+  delete static_cast<Exported*>(managed->manager_ctx);
+}
 
 // Only for a capsule that nobody took over.
 void delete_capsule(PyObject* capsule) {
@@ -127,6 +132,84 @@ dlpack::DataType dlpack_type(DType dtype, bool* as_bytes) {
   }
 }
 
+DType dtype_of(const dlpack::DataType& type) {
+  const auto is = [&](dlpack::TypeCode code, int bits, int lanes = 1) {
+    return type.code == code && type.bits == bits && type.lanes == lanes;
+  };
+  for (const DType dtype : {DType::kBFloat16, DType::kInt64, DType::kInt32, DType::kFloat32, DType::kBool,
+                            DType::kUInt8, DType::kInt8, DType::kInt16, DType::kFloat16, DType::kFloat64}) {
+    bool as_bytes;
+    const dlpack::DataType one = dlpack_type(dtype, &as_bytes);
+    if (is(static_cast<dlpack::TypeCode>(one.code), one.bits)) return dtype;
+  }
+  if (is(dlpack::kCodeFloat8E4M3, 8)) return DType::kFloat8E4M3;
+  if (is(dlpack::kCodeFloat8E5M2, 8)) return DType::kFloat8E5M2;
+  if (is(dlpack::kCodeFloat8E8M0, 8)) return DType::kFloat8E8M0;
+  if (is(dlpack::kCodeFloat4E2M1, 4, 2)) return DType::kFloat4E2M1x2;
+  return DType::kNone;
+}
+
+void refuse_negated(PyObject* self, DType dtype, const char* name) {
+  if (!may_be_negated(dtype)) return;
+  const auto is_neg = call_method(self, torch.name_is_neg);
+  if (!is_neg.is_valid()) refuse_unreadable(name);
+  if (is_neg.ptr() != Py_False)
+    throw ArgumentError(std::string(name) + " is a lazily negated view: pass `.resolve_neg()` of it");
+}
+
+// What an ordinary tensor says in one call. False for all others, which view_of() then asks one thing after another.
+bool look_at(PyObject* self, const char* name, int device, TensorView* view) {
+  if (torch.exchange == nullptr || Py_TYPE(self) != torch.tensor_type) return false;
+  dlpack::DLTensor tensor{};
+  if (torch.exchange->look_at_tensor(self, &tensor) != 0) return PyErr_Clear(), false;
+  const bool on_device = device == kCpuDevice ? tensor.device.type == dlpack::kDeviceCpu
+                                              : tensor.device.type == dlpack::kDeviceCuda && tensor.device.id == device;
+  const DType dtype = dtype_of(tensor.dtype);
+  if (!on_device || dtype == DType::kNone || tensor.ndim > kMaxTensorDims) return false;
+  refuse_negated(self, dtype, name);
+  view->device = device;
+  view->dtype = dtype;
+  view->num_dims = tensor.ndim;
+  for (int dim = 0; dim < tensor.ndim; ++dim) {
+    view->shape[dim] = tensor.shape[dim];
+    view->stride[dim] = tensor.strides[dim];
+  }
+  view->data = tensor.data == nullptr ? nullptr : static_cast<char*>(tensor.data) + tensor.byte_offset;
+  return view->data != nullptr || view->numel() == 0;
+}
+
+// Takes over what `exported` has to hand out.
+nb::object import_exported(std::unique_ptr<Exported> exported) {
+  if (torch.exchange != nullptr) {
+    exported->versioned.version = {dlpack::kMajorVersion, 0};
+    exported->versioned.manager_ctx = exported.get();
+    exported->versioned.deleter = delete_exported<dlpack::DLManagedTensorVersioned>;
+    exported->versioned.tensor = exported->managed.tensor;
+    void* object = nullptr;
+    if (torch.exchange->import_tensor(&exported.release()->versioned, &object) != 0) nb::raise_python_error();
+    return nb::steal(static_cast<PyObject*>(object));
+  }
+  exported->managed.manager_ctx = exported.get();
+  exported->managed.deleter = delete_exported<dlpack::DLManagedTensor>;
+  const auto capsule = nb::steal(PyCapsule_New(&exported->managed, dlpack::kCapsuleName, delete_capsule));
+  if (!capsule.is_valid()) nb::raise_python_error();
+  exported.release();  // the capsule's now
+  PyObject* args[] = {capsule.ptr()};
+  auto result = nb::steal(PyObject_Vectorcall(torch.from_dlpack, args, 1, nullptr));
+  if (!result.is_valid()) nb::raise_python_error();
+  return result;
+}
+
+// The table in the capsule, if it is one that is understood here.
+const dlpack::ExchangeApi* exchange_in(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, dlpack::kExchangeCapsuleName) == 0) return nullptr;
+  const auto* api =
+      static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule, dlpack::kExchangeCapsuleName));
+  while (api != nullptr && api->version.major > dlpack::kMajorVersion) api = api->older;
+  const bool fits = api != nullptr && api->version.major == dlpack::kMajorVersion && api->look_at_tensor != nullptr;
+  return fits ? api : nullptr;
+}
+
 }  // namespace
 
 std::string describe(nb::handle value) {
@@ -144,6 +227,8 @@ TensorView view_of(nb::handle tensor, const char* name, int device) {
   if (Py_TYPE(self) != torch.tensor_type && PyType_IsSubtype(Py_TYPE(self), torch.tensor_type) == 0) {
     throw ArgumentTypeError(std::string(name) + " must be a torch.Tensor, got " + describe(tensor));
   }
+  if (look_at(self, name, device, &view)) return view;
+  view = {};
   if (!is_on(self, device, name)) refuse_device(tensor, name, device);
   view.device = device;
   const auto dtype = nb::steal(PyObject_GetAttr(self, torch.name_dtype));
@@ -163,13 +248,7 @@ TensorView view_of(nb::handle tensor, const char* name, int device) {
   view.num_dims = static_cast<int>(num_dims);
   read_extents(shape, view.shape, view.num_dims, name);
   read_extents(stride, view.stride, view.num_dims, name);
-  if (may_be_negated(view.dtype)) {
-    const auto is_neg = call_method(self, torch.name_is_neg);
-    if (!is_neg.is_valid()) refuse_unreadable(name);
-    if (is_neg.ptr() != Py_False) {
-      throw ArgumentError(std::string(name) + " is a lazily negated view: pass `.resolve_neg()` of it");
-    }
-  }
+  refuse_negated(self, view.dtype, name);
   const auto address = call_method(self, torch.name_data_ptr);
   if (!address.is_valid()) refuse_unreadable(name);
   view.data = PyLong_AsVoidPtr(address.ptr());
@@ -200,14 +279,7 @@ nb::object to_torch(Tensor tensor) {
   out.shape = exported->shape;
   out.strides = exported->stride;
   exported->owner = std::move(tensor.owner);
-  exported->managed.manager_ctx = exported.get();
-  exported->managed.deleter = delete_exported;
-  const auto capsule = nb::steal(PyCapsule_New(&exported->managed, dlpack::kCapsuleName, delete_capsule));
-  if (!capsule.is_valid()) nb::raise_python_error();
-  exported.release();  // the capsule's now
-  PyObject* args[] = {capsule.ptr()};
-  auto result = nb::steal(PyObject_Vectorcall(torch.from_dlpack, args, 1, nullptr));
-  if (!result.is_valid()) nb::raise_python_error();
+  nb::object result = import_exported(std::move(exported));
   if (!as_bytes) return result;
   PyObject* dtype = torch.dtypes[static_cast<std::size_t>(tensor.view.dtype)];
   if (dtype == nullptr) return result;
@@ -292,12 +364,14 @@ void register_tensors(nb::module_& m) {
   torch.tensor_type = Py_TYPE(Py_None);  // nothing is a tensor until torch is registered
   m.def(
       "register_torch",
-      [](nb::handle tensor_type, nb::handle from_dlpack, nb::handle current_stream, const nb::dict& dtypes) {
+      [](nb::handle tensor_type, nb::handle from_dlpack, nb::handle current_stream, const nb::dict& dtypes,
+         nb::handle exchange) {
         if (PyType_Check(tensor_type.ptr()) == 0 || PyCallable_Check(from_dlpack.ptr()) == 0) {
           throw nb::type_error("register_torch: a class, a function and a dict of dtypes");
         }
         torch.tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type.inc_ref().ptr());
         torch.from_dlpack = from_dlpack.inc_ref().ptr();
+        torch.exchange = exchange_in(exchange.ptr());
         set_stream_query(current_stream);
         for (int index = 1; index < kNumDTypes; ++index) {
           const char* name = dtype_name(static_cast<DType>(index));
@@ -305,12 +379,12 @@ void register_tensors(nb::module_& m) {
           torch.dtypes[static_cast<std::size_t>(index)] = nb::object(dtypes[name]).release().ptr();
         }
       },
-      nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+      nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
       nb::sig("def register_torch(tensor_type: type[torch.Tensor], from_dlpack: object, "
-              "current_stream: collections.abc.Callable[[int], int] | None, dtypes: dict[str, torch.dtype], /) "
-              "-> None"),
+              "current_stream: collections.abc.Callable[[int], int] | None, dtypes: dict[str, torch.dtype], "
+              "exchange: object | None, /) -> None"),
       "Hands over torch's objects: the tensor class, what turns a DLPack capsule into a tensor, what tells a CUDA\n"
-      "device's current stream, and dtypes by name.");
+      "device's current stream, dtypes by name, and the capsule of DLPack's table of functions, or None.");
   m.def(
       "dtype_names",
       [] {

@@ -1,4 +1,5 @@
-// Tensors across the border: torch tensors come in by attribute calls and go out as DLPack capsules.
+// Tensors across the border, by DLPack: where torch has its table of functions (since 2.10 or so) by these, else torch
+// tensors come in by attribute calls and go out in capsules.
 //
 // Everything here needs the GIL, except the deleter of a tensor that went out.
 #pragma once
@@ -15,8 +16,7 @@ namespace deep_moe::python {
 // ArgumentError that name the argument.
 TensorView view_of(nanobind::handle tensor, const char* name, int device);
 
-// A torch tensor that shares and keeps alive the memory; None for an undefined one. Costs about 1 us and orders no
-// streams: a bare capsule says nothing of them.
+// A torch tensor that shares and keeps alive the memory; None for an undefined one. Orders no streams.
 nanobind::object to_torch(Tensor tensor);
 
 // What a torch.dtype is here. Throws ArgumentTypeError.

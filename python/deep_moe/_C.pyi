@@ -11,10 +11,10 @@ import torch
 def register_errors(classes: dict[str, type[Exception]], /) -> None:
     """Hands over the exception classes, by name."""
 
-def register_torch(tensor_type: type[torch.Tensor], from_dlpack: object, current_stream: Callable[[int], int] | None, dtypes: dict[str, torch.dtype], /) -> None:
+def register_torch(tensor_type: type[torch.Tensor], from_dlpack: object, current_stream: Callable[[int], int] | None, dtypes: dict[str, torch.dtype], exchange: object | None, /) -> None:
     """
     Hands over torch's objects: the tensor class, what turns a DLPack capsule into a tensor, what tells a CUDA
-    device's current stream, and dtypes by name.
+    device's current stream, dtypes by name, and the capsule of DLPack's table of functions, or None.
     """
 
 def dtype_names() -> list[str]:

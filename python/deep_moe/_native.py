@@ -12,14 +12,16 @@ def _current_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def _connect() -> None:
+def connect(exchange: object | None = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) -> None:
+    """Hands torch's objects to the module. ``exchange``: DLPack's table of functions; without it every tensor
+    is asked one thing after another, and goes out in a capsule."""
     dtypes = {name: getattr(torch, name) for name in _C.dtype_names() if hasattr(torch, name)}
     current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
-    _C.register_torch(torch.Tensor, torch._C._from_dlpack, current_stream, dtypes)
+    _C.register_torch(torch.Tensor, torch._C._from_dlpack, current_stream, dtypes, exchange)
     _C.register_errors({name: getattr(errors, name) for name in errors.__all__})
 
 
-_connect()
+connect()
 _variants.warn_of_conflict(_C.build_info()["variant"])
 
 __version__: str = _C.build_info()["version"]
