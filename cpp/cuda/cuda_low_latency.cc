@@ -87,8 +87,6 @@ void LowLatency::validate(const LowLatencyCombineArgs& args) const {
         std::pair("combine_wait_recv_cost_stats", &args.wait_recv_cost_stats)})
     check_device(name, *view, world_.device());
   deep_moe::validate(args, world_.rank(), world_.num_ranks(), false);
-  if (is_direct() && args.use_logfmt)
-    throw ArgumentError("use_logfmt: got True, expected False: between nodes over the network rows travel as they are");
   check_in_flight(num_in_flight(), "low_latency_combine");
 }
 

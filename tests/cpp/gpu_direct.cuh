@@ -83,6 +83,7 @@ class DirectRanks : public LowRanks {
     launch(r, args);
   }
   std::size_t network_bytes() const { return layout_.end(); }
+  bool sums_logarithms_without_weights() const override { return false; }
 
  protected:
   // Over another network where that is overridden.

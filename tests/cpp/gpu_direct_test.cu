@@ -64,6 +64,42 @@ TEST_CASE("low latency between nodes: types, widths, experts a token, strides" *
   check_cases(ranks, cases);
 }
 
+TEST_CASE("low latency between nodes: logarithms" * doctest::skip(no_gpu())) {
+  for (const NodeShape& nodes : kShapes) {
+    const int R = nodes.num_ranks();
+    CAPTURE(nodes.num_nodes);
+    CAPTURE(nodes.num_local_ranks);
+    Ranks ranks(nodes, kSmall ? kMiB / 4 : kMiB, kSmall ? 24 * kMiB : 256 * kMiB);
+    LowShape shape;
+    shape.num_ranks = R;
+    shape.num_tokens = tokens(R, kSmall ? 6 : 33);
+    shape.max_tokens = kSmall ? 7 : 40;
+    shape.hidden = kSmall ? 640 : 1536;
+    shape.num_experts = kSmall ? 15 : 30;
+    shape.topk = kSmall ? 5 : 8;
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32})
+      for (const bool halves : {false, true})
+        for (const bool weights : {true, false}) {
+          CAPTURE(dtype_name(dtype));
+          CAPTURE(halves);
+          CAPTURE(weights);
+          shape.dtype = dtype;
+          shape.wild = dtype != DType::kFloat16;
+          shape.seed += 1;
+          LowMode mode = mode_of(halves, weights, 0, blocks_for(R));
+          mode.logfmt = true;
+          check_pair(ranks, shape, mode, dtype == DType::kBFloat16 ? 3 : 1);
+        }
+  }
+  Ranks ranks({2, 1}, kSmall ? kMiB : 16 * kMiB, kSmall ? 64 * kMiB : 512 * kMiB);
+  std::vector<LowCase> cases = {{128, 16, 32, 5, DType::kFloat16, 4, 2},
+                                {256, 64, 64, 4, DType::kFloat32, 6, 0},
+                                {2048, 32, 8, 4, DType::kBFloat16, 3, 32},
+                                {896, 70, 40, 3, DType::kBFloat16, 1, 0}};
+  if (!kSmall) cases.push_back({7168, 256, 8, 40, DType::kBFloat16, 60, 0});
+  check_cases(ranks, cases, [](LowShape&, LowMode& mode) { mode.logfmt = true; });
+}
+
 TEST_CASE("low latency between nodes: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
   Ranks ranks({3, 1}, kMiB / 4, 32 * kMiB);
   for (const int item : {1, 2, 4, 8})
@@ -110,10 +146,11 @@ TEST_CASE("low latency between nodes: three calls in flight, halves in any order
       kSmall ? (calls != nullptr ? std::atoi(calls) : 8) : (calls != nullptr ? std::atoi(calls) : 1000) / 8;
   check_in_flight(
       ranks, rounds, 20, kSmall ? 3000 : 300,
-      [R](Random& same, Random& mine, int) {
+      [R](Random& same, Random& mine, int number) {
         const bool weights = same.below(2) == 0;
         LowMode mode = mode_of(true, weights, same.below(2) == 0 ? 1 : 0, 1 + static_cast<int>(mine.below(2 * R)));
         mode.short_ids = false;
+        mode.logfmt = number % 3 == 1;
         return mode;
       },
       [](int, Random&) {});

@@ -50,6 +50,9 @@ class LowRanks {
     kernels::low_latency_combine(world.rank(r).domain, args, world.rank(r).stream);
   }
 
+  // Else rows by expert are what travels as logarithms where the dispatch has brought no weights.
+  virtual bool sums_logarithms_without_weights() const { return true; }
+
   World world;
   kernels::LowLatencyStaging staging;
 
@@ -191,7 +194,9 @@ class LowCall {
     download(got.data(), out_, static_cast<std::size_t>(out_bytes_));
     TensorView view = TensorView::contiguous(got.data(), shape_.dtype, {T, shape_.hidden});
     view.stride[0] = (in_row_ + mode_.gap) / static_cast<std::int64_t>(dtype_bytes(shape_.dtype));
-    model_->check_combined(r_, view, !by_expert(), mode_.logfmt);
+    const bool pre_reduced =
+        !by_expert() && (mode_.weights || !mode_.logfmt || ranks_.sums_logarithms_without_weights());
+    model_->check_combined(r_, view, pre_reduced, mode_.logfmt);
     for (std::int64_t t = 0; t < T; ++t)
       for (std::int64_t i = 0; i < mode_.gap; ++i)
         expect(got[t * (in_row_ + mode_.gap) + in_row_ + i] == kLowPoison, "bytes between rows of the output");

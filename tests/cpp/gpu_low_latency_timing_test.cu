@@ -1,6 +1,6 @@
 // How long a low-latency dispatch and combine take, back to back inside CUDA graphs. Prints a table, and a line of JSON
 // a row where DEEP_MOE_JSON names a file; fails if a pair is wildly slow.
-#include <cstdarg>
+#include <tuple>
 
 #include "gpu_direct.cuh"
 #include "gpu_low_latency.cuh"
@@ -141,11 +141,13 @@ TEST_CASE("timing: low latency between nodes, over mapped memory" * doctest::ski
   for (const std::int64_t T : {1, 8, 32, 128}) {
     LowModel model(shape_of(R, T));
     make_uniform(model);
-    for (const auto& [name, what] : {std::pair("between nodes: fp8 + bf16", What::kPair),
-                                     std::pair("between nodes: fp8 dispatch", What::kDispatch),
-                                     std::pair("between nodes: bf16 combine", What::kCombine)}) {
+    for (const auto& [name, what, logfmt] : {std::tuple("between nodes: fp8 + bf16", What::kPair, false),
+                                             std::tuple("between nodes: fp8 dispatch", What::kDispatch, false),
+                                             std::tuple("between nodes: bf16 combine", What::kCombine, false),
+                                             std::tuple("between nodes: fp8 + logfmt", What::kPair, true)}) {
       LowMode mode;
       mode.fp8 = true;
+      mode.logfmt = logfmt;
       mode.num_blocks = 64;
       std::vector<std::unique_ptr<LowCall>> calls = calls_of(ranks, model, mode);
       const double micros = time_of(ranks, calls, what);

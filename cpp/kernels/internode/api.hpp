@@ -127,7 +127,7 @@ struct DirectDomain {
 void low_latency_dispatch(const DirectDomain& domain, const MappedBlocks& network, const LowLatencyDispatchArgs& args,
                           Stream stream);
 // Without by_expert: a row a holder where the dispatch has brought weights, else rows by expert that the owner sums as
-// the holders would have done.
+// the holders would have done; with logfmt just as with by_expert, for the holders' sums are not what travels.
 void low_latency_combine(const DirectDomain& domain, const MappedBlocks& network, const LowLatencyCombineArgs& args,
                          Stream stream);
 // Takes the epoch of a call that this rank does not make, and tells all others why. Of `call` staging, signature and

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/internode/direct_call.cuh"
-#include "kernels/low_latency/combine.cuh"
+#include "kernels/low_latency/combine_logfmt.cuh"
 
 namespace deep_moe::kernels::internode {
 
@@ -19,6 +20,52 @@ struct DirectCombineParams {
 };
 
 inline constexpr int kDirectRowsInFlight = DirectTuning::kRowsInFlight;
+
+// How a combine's rows travel: as they are, or as logarithms.
+template <typename T>
+using DirectLogfmt = Logfmt<T, false>;
+
+// What a lane has of a row, in a message.
+__device__ __forceinline__ void store_coded(const LaneTile<General>& tile, const LaneVectors<General>& coded,
+                                            char* row) {
+  tile.store_vectors(row, coded);
+}
+__device__ __forceinline__ void load_coded(const LaneTile<General>& tile, const char* row,
+                                           LaneVectors<General>* coded) {
+#pragma unroll
+  for (int j = 0; j < General::kVectors; ++j)
+    if (tile.has_vector(j)) coded->v[j] = ptx::ld_weak_16(row + tile.vector_offset(j));
+}
+
+// A block of logarithms: the two words of each lane, the half words, the smallest and the spacing.
+struct DirectLogfmtBlock {
+  std::uint64_t words[kLogfmtLanes];
+  std::uint16_t halves[kLogfmtLanes];
+  float least, step;
+};
+static_assert(sizeof(DirectLogfmtBlock) == kLogfmtBlockBytes);
+
+template <typename T>
+__device__ __forceinline__ void store_coded(const LaneTile<DirectLogfmt<T>>& tile, const LogfmtCodes& coded,
+                                            char* row) {
+  if (!tile.has_any) return;
+  auto& block = reinterpret_cast<DirectLogfmtBlock*>(row)[tile.group / kLogfmtLanes];
+  const int lane = tile.group % kLogfmtLanes;
+  block.words[lane] = coded.word[0] | std::uint64_t{coded.word[1]} << 32;
+  block.halves[lane] = static_cast<std::uint16_t>(coded.half);
+  if (lane == 0) block.least = coded.least, block.step = coded.step;
+}
+template <typename T>
+__device__ __forceinline__ void load_coded(const LaneTile<DirectLogfmt<T>>& tile, const char* row, LogfmtCodes* coded) {
+  *coded = {};
+  if (!tile.has_any) return;
+  const auto& block = reinterpret_cast<const DirectLogfmtBlock*>(row)[tile.group / kLogfmtLanes];
+  const int lane = tile.group % kLogfmtLanes;
+  const std::uint64_t words = block.words[lane];
+  coded->word[0] = static_cast<std::uint32_t>(words), coded->word[1] = static_cast<std::uint32_t>(words >> 32);
+  coded->half = block.halves[lane];
+  coded->least = block.least, coded->step = block.step;
+}
 
 // Tokens of one owner that have rows here, chunk by chunk: one a thread.
 struct DirectHeld {
@@ -66,19 +113,19 @@ __device__ __forceinline__ void find_held(const DirectCombineParams& params, Dir
 }
 
 // P2. A tile of the rows of one token. The whole warp.
-template <typename T, bool kByExpert>
+template <typename T, class Width, bool kByExpert>
 __device__ __forceinline__ void write_held(const LowLatencyRun& run, const DirectCombineParams& params, int owner,
                                            std::int64_t token, int part, char* row) {
   const LowLatencyCombineParams& base = params.rows;
-  const LaneTile<General> tile(base.num_vectors, part);
-  LaneSums<T, General> sums;
+  const LaneTile<Width> tile(base.num_vectors, part);
+  LaneSums<T, Width> sums;
 #pragma unroll 1
   for (int half = 0; half < num_halves<false>(base.args.ids.topk); ++half) {
     TokenWords<LowLatencyHalf::kSend, kByExpert> words;
     words.load(base.args, owner, static_cast<int>(token), half);
 #pragma unroll 1
     for (std::uint32_t rest = words.rows(); rest != 0;) {
-      LaneVectors<General> vectors[kDirectRowsInFlight];
+      LaneVectors<Width> vectors[kDirectRowsInFlight];
       std::uint32_t some = rest;
 #pragma unroll
       for (int n = 0; n < kDirectRowsInFlight; ++n) {
@@ -92,7 +139,7 @@ __device__ __forceinline__ void write_held(const LowLatencyRun& run, const Direc
         if (rest == 0) continue;
         rest &= rest - 1;
         if constexpr (kByExpert) {
-          tile.store_vectors(row, vectors[n]);
+          store_coded(tile, Wire<T, Width>::coded(vectors[n]), row);
           row += params.message.row_stride;
         } else {
           sums.add(weight, vectors[n]);
@@ -100,11 +147,11 @@ __device__ __forceinline__ void write_held(const LowLatencyRun& run, const Direc
       }
     }
   }
-  if constexpr (!kByExpert) tile.store_vectors(row, sums.rounded());
+  if constexpr (!kByExpert) store_coded(tile, Wire<T, Width>::coded(sums.rounded()), row);
 }
 
 // P1 to P3 for one owner. All threads. False: leave.
-template <typename T, bool kByExpert, class Network>
+template <typename T, class Width, bool kByExpert, class Network>
 __device__ __forceinline__ bool send_sums(const DirectRun<Network>& direct, const DirectCombineParams& params,
                                           DirectHeld& held, int owner) {
   const int member = params.teams.member(), warp = static_cast<int>(threadIdx.x / 32);
@@ -120,7 +167,7 @@ __device__ __forceinline__ bool send_sums(const DirectRun<Network>& direct, cons
 #pragma unroll 1
     for (int task = member * kDirectWarps + warp; task < tasks; task += params.teams.size * kDirectWarps) {
       const int item = task / params.rows.num_parts, part = task - item * params.rows.num_parts;
-      write_held<T, kByExpert>(
+      write_held<T, Width, kByExpert>(
           direct.run, params, owner, first + held.token[item], part,
           message + params.message.rows + std::size_t{held.first_row[item]} * params.message.row_stride);
     }
@@ -161,12 +208,12 @@ struct DirectHolders {
 };
 
 // O2. A tile of one of this rank's tokens, from the rows of all holders in the order of ranks. The whole warp.
-template <typename T, bool kByExpert, class Network>
+template <typename T, class Width, bool kByExpert, class Network>
 __device__ __forceinline__ void sum_token(const DirectRun<Network>& direct, const DirectCombineParams& params,
                                           const DirectHolders& holders, std::int64_t token, int part) {
   const LowLatencyCombineArgs& args = params.rows.args;
   const int topk = args.ids.topk, halves = num_halves<false>(topk);
-  const LaneTile<General> tile(params.rows.num_vectors, part);
+  const LaneTile<Width> tile(params.rows.num_vectors, part);
   const layout::DirectMessage& message = params.message;
   // By half: the holder of this lane's entry, -1: none; its row there.
   int holder[2] = {-1, -1};
@@ -207,8 +254,8 @@ __device__ __forceinline__ void sum_token(const DirectRun<Network>& direct, cons
   }
   ranks = __reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(ranks)) |
           std::uint64_t{__reduce_or_sync(0xffffffffu, static_cast<std::uint32_t>(ranks >> 32))} << 32;
-  LaneSums<T, General> sums;
-  const auto add_rows = [&](int of_holder, LaneSums<T, General>* to) {
+  LaneSums<T, Width> sums;
+  const auto add_rows = [&](int of_holder, LaneSums<T, Width>* to) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (half >= halves) break;
@@ -216,17 +263,13 @@ __device__ __forceinline__ void sum_token(const DirectRun<Network>& direct, cons
       if (!kByExpert) rest &= ~(rest - 1);  // all have the same
 #pragma unroll 1
       while (rest != 0) {
-        LaneVectors<General> vectors[kDirectRowsInFlight];
+        std::remove_cvref_t<typename Wire<T, Width>::Coded> coded[kDirectRowsInFlight];
         std::uint32_t some = rest;
 #pragma unroll
         for (int n = 0; n < kDirectRowsInFlight; ++n) {
           const auto from = reinterpret_cast<const char*>(
               __shfl_sync(0xffffffffu, reinterpret_cast<std::uintptr_t>(row[half]), some != 0 ? first_of(some) : 0));
-          if (some != 0) {
-#pragma unroll
-            for (int j = 0; j < General::kVectors; ++j)
-              if (tile.has_vector(j)) vectors[n].v[j] = ptx::ld_weak_16(from + tile.vector_offset(j));
-          }
+          if (some != 0) load_coded(tile, from, &coded[n]);
           some &= some - 1;
         }
 #pragma unroll
@@ -235,9 +278,9 @@ __device__ __forceinline__ void sum_token(const DirectRun<Network>& direct, cons
           if (rest == 0) continue;
           rest &= rest - 1;
           if constexpr (kByExpert)
-            to->add(factor, vectors[n]);
+            to->add(factor, Wire<T, Width>::kept(coded[n]));
           else
-            to->add(vectors[n]);
+            to->add(Wire<T, Width>::kept(coded[n]));
         }
       }
       if (!kByExpert && __any_sync(0xffffffffu, holder[half] == of_holder)) break;
@@ -246,7 +289,7 @@ __device__ __forceinline__ void sum_token(const DirectRun<Network>& direct, cons
 #pragma unroll 1
   for (; ranks != 0; ranks &= ranks - 1) {
     if (kByExpert && params.rounds_by_holder) {
-      LaneSums<T, General> of_holder;
+      LaneSums<T, Width> of_holder;
       add_rows(first_of(ranks), &of_holder);
       sums.add(of_holder.rounded());
     } else {
@@ -254,12 +297,12 @@ __device__ __forceinline__ void sum_token(const DirectRun<Network>& direct, cons
     }
   }
   char* out = static_cast<char*>(args.out) + token * args.out_stride;
-  const LaneVectors<General> result = sums.rounded();
+  const LaneVectors<Width> result = sums.rounded();
   if (params.rows.out_alignment == 16) {
     tile.store_vectors(out, result);
   } else {
 #pragma unroll
-    for (int j = 0; j < General::kVectors; ++j)
+    for (int j = 0; j < Width::kVectors; ++j)
       if (tile.has_vector(j)) store_16_by_halves(out + tile.vector_offset(j), result.v[j]);
   }
 }
