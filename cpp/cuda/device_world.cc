@@ -305,6 +305,7 @@ void DeviceWorld::wait_idle(const char* phase) {
 
 bool DeviceWorld::has_delivered() const noexcept {
   if (!nodes_) return true;
+  const OutsideCapture outside_capture;
   try {
     nodes_->quiet(comm_stream());
   } catch (const Error&) {
