@@ -157,11 +157,15 @@ void refuse_negated(PyObject* self, DType dtype, const char* name) {
     throw ArgumentError(std::string(name) + " is a lazily negated view: pass `.resolve_neg()` of it");
 }
 
+// DLPack's table for tensors of this device; null where there is none. It has not been tried on a GPU yet.
+const dlpack::ExchangeApi* exchange_for(int device) { return device == kCpuDevice ? torch.exchange : nullptr; }
+
 // What an ordinary tensor says in one call. False for all others, which view_of() then asks one thing after another.
 bool look_at(PyObject* self, const char* name, int device, TensorView* view) {
-  if (torch.exchange == nullptr || Py_TYPE(self) != torch.tensor_type) return false;
+  const dlpack::ExchangeApi* const exchange = exchange_for(device);
+  if (exchange == nullptr || Py_TYPE(self) != torch.tensor_type) return false;
   dlpack::DLTensor tensor{};
-  if (torch.exchange->look_at_tensor(self, &tensor) != 0) return PyErr_Clear(), false;
+  if (exchange->look_at_tensor(self, &tensor) != 0) return PyErr_Clear(), false;
   const bool on_device = device == kCpuDevice ? tensor.device.type == dlpack::kDeviceCpu
                                               : tensor.device.type == dlpack::kDeviceCuda && tensor.device.id == device;
   const DType dtype = dtype_of(tensor.dtype);
@@ -179,14 +183,14 @@ bool look_at(PyObject* self, const char* name, int device, TensorView* view) {
 }
 
 // Takes over what `exported` has to hand out.
-nb::object import_exported(std::unique_ptr<Exported> exported) {
-  if (torch.exchange != nullptr) {
+nb::object import_exported(std::unique_ptr<Exported> exported, int device) {
+  if (const dlpack::ExchangeApi* const exchange = exchange_for(device)) {
     exported->versioned.version = {dlpack::kMajorVersion, 0};
     exported->versioned.manager_ctx = exported.get();
     exported->versioned.deleter = delete_exported<dlpack::DLManagedTensorVersioned>;
     exported->versioned.tensor = exported->managed.tensor;
     void* object = nullptr;
-    if (torch.exchange->import_tensor(&exported.release()->versioned, &object) != 0) nb::raise_python_error();
+    if (exchange->import_tensor(&exported.release()->versioned, &object) != 0) nb::raise_python_error();
     return nb::steal(static_cast<PyObject*>(object));
   }
   exported->managed.manager_ctx = exported.get();
@@ -279,7 +283,7 @@ nb::object to_torch(Tensor tensor) {
   out.shape = exported->shape;
   out.strides = exported->stride;
   exported->owner = std::move(tensor.owner);
-  nb::object result = import_exported(std::move(exported));
+  nb::object result = import_exported(std::move(exported), tensor.view.device);
   if (!as_bytes) return result;
   PyObject* dtype = torch.dtypes[static_cast<std::size_t>(tensor.view.dtype)];
   if (dtype == nullptr) return result;
