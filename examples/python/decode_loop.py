@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -127,7 +128,9 @@ def run_rank(rank: int, ranks: int, steps: int) -> None:
     )
     found, expected = decode(layer, buffer, tokens, steps), decode_alone(layer, tokens, steps)
     error = ((found - expected).abs().max() / expected.abs().max()).item()
-    print(f"rank {rank}: {len(tokens)} tokens, {steps} steps, largest error {error:.1e}", flush=True)
+    line = f"rank {rank}: {len(tokens)} tokens, {steps} steps, largest error {error:.1e}\n"
+    sys.stdout.write(line)  # in one piece
+    sys.stdout.flush()
     if not error < 1e-4:
         raise SystemExit("decode_loop.py: the result differs from that of one process")
     dist.barrier()
