@@ -28,21 +28,29 @@ std::vector<std::int64_t> tokens(int num_ranks, std::int64_t most) {
   return count;
 }
 
-}  // namespace
-
-TEST_CASE("low latency between nodes: bf16 and fp8, at once and in halves" * doctest::skip(no_gpu())) {
+// Calls body(ranks, shape) with ranks of each of kShapes, and a shape for them but for its rows.
+template <typename Body>
+void on_all_shapes(Body body) {
   for (const NodeShape& nodes : kShapes) {
-    const int R = nodes.num_ranks();
     CAPTURE(nodes.num_nodes);
     CAPTURE(nodes.num_local_ranks);
     Ranks ranks(nodes, kSmall ? kMiB / 4 : kMiB, kSmall ? 24 * kMiB : 256 * kMiB);
     LowShape shape;
-    shape.num_ranks = R;
-    shape.num_tokens = tokens(R, kSmall ? 6 : 33);
+    shape.num_ranks = nodes.num_ranks();
+    shape.num_tokens = tokens(shape.num_ranks, kSmall ? 6 : 33);
     shape.max_tokens = kSmall ? 7 : 40;
-    shape.hidden = kSmall ? 1024 : 1536;
     shape.num_experts = kSmall ? 15 : 30;
     shape.topk = kSmall ? 5 : 8;
+    body(ranks, shape);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("low latency between nodes: bf16 and fp8, at once and in halves" * doctest::skip(no_gpu())) {
+  on_all_shapes([](Ranks& ranks, LowShape& shape) {
+    shape.hidden = kSmall ? 1024 : 1536;
+    const int R = shape.num_ranks;
     for (const bool halves : {false, true})
       for (const bool weights : {true, false})
         for (const int kind : {0, 1, 2, 3}) {
@@ -53,7 +61,7 @@ TEST_CASE("low latency between nodes: bf16 and fp8, at once and in halves" * doc
           const int blocks = kind == 1 ? 2 : kind == 2 ? 2 * R + 1 : blocks_for(R);
           check_pair(ranks, shape, mode_of(halves, weights, kind, blocks), kind == 0 ? 3 : 1);
         }
-  }
+  });
 }
 
 TEST_CASE("low latency between nodes: types, widths, experts a token, strides" * doctest::skip(no_gpu())) {
@@ -65,18 +73,8 @@ TEST_CASE("low latency between nodes: types, widths, experts a token, strides" *
 }
 
 TEST_CASE("low latency between nodes: logarithms" * doctest::skip(no_gpu())) {
-  for (const NodeShape& nodes : kShapes) {
-    const int R = nodes.num_ranks();
-    CAPTURE(nodes.num_nodes);
-    CAPTURE(nodes.num_local_ranks);
-    Ranks ranks(nodes, kSmall ? kMiB / 4 : kMiB, kSmall ? 24 * kMiB : 256 * kMiB);
-    LowShape shape;
-    shape.num_ranks = R;
-    shape.num_tokens = tokens(R, kSmall ? 6 : 33);
-    shape.max_tokens = kSmall ? 7 : 40;
+  on_all_shapes([](Ranks& ranks, LowShape& shape) {
     shape.hidden = kSmall ? 640 : 1536;
-    shape.num_experts = kSmall ? 15 : 30;
-    shape.topk = kSmall ? 5 : 8;
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32})
       for (const bool halves : {false, true})
         for (const bool weights : {true, false}) {
@@ -86,11 +84,11 @@ TEST_CASE("low latency between nodes: logarithms" * doctest::skip(no_gpu())) {
           shape.dtype = dtype;
           shape.wild = dtype != DType::kFloat16;
           shape.seed += 1;
-          LowMode mode = mode_of(halves, weights, 0, blocks_for(R));
+          LowMode mode = mode_of(halves, weights, 0, blocks_for(shape.num_ranks));
           mode.logfmt = true;
           check_pair(ranks, shape, mode, dtype == DType::kBFloat16 ? 3 : 1);
         }
-  }
+  });
   Ranks ranks({2, 1}, kSmall ? kMiB : 16 * kMiB, kSmall ? 64 * kMiB : 512 * kMiB);
   std::vector<LowCase> cases = {{128, 16, 32, 5, DType::kFloat16, 4, 2},
                                 {256, 64, 64, 4, DType::kFloat32, 6, 0},
