@@ -55,4 +55,5 @@ def build_and_run(
 
 
 def version() -> str:
-    return metadata.version("deep-moe")
+    """Of the installed package, which may be that of a CUDA wheel."""
+    return metadata.version(metadata.packages_distributions()["deep_moe"][0])
