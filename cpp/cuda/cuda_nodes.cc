@@ -77,7 +77,6 @@ Nodes::Nodes(const Topology& topology, int rank, std::size_t network_bytes, Netw
   domain_.node.host_words = layout::HostLayout(N * L);
   domain_.num_nodes = N;
   domain_.own_node = topology.node_of(rank);
-  domain_.generation = 1;
   domain_.rail = rail_;
   domain_.words = words_;
   for (int node = 0; node < N; ++node) {
@@ -200,11 +199,9 @@ void Nodes::quiet(Stream stream) const {
   if (plugin_ != nullptr) check_plugin(plugin_->quiet(stream));
 }
 
-void Nodes::restart(std::uint64_t generation, std::uint64_t epoch, Stream stream) {
-  domain_.generation = generation;
+void Nodes::restart(std::uint64_t generation, std::uint64_t epoch, Stream stream) const {
   kernels::reset_state(domain_.node, epoch, stream);
-  check_runtime(cudaMemsetAsync(&domain_.state(), 0, sizeof(layout::RailState), static_cast<cudaStream_t>(stream)),
-                "cudaMemsetAsync");
+  kernels::internode::restart_rings(domain_, generation, stream);
   if (is_direct()) {
     char* const memory = plugin_ != nullptr ? block_ : mapped_.blocks[domain_.rank()];
     check_runtime(

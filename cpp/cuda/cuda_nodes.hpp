@@ -76,7 +76,7 @@ class Nodes {
   // In a reset: before the ranks agree, nothing that this one has put is on its way any more; then, in stream order,
   // rings, words and error records are as new.
   void quiet(Stream stream) const;
-  void restart(std::uint64_t generation, std::uint64_t epoch, Stream stream);
+  void restart(std::uint64_t generation, std::uint64_t epoch, Stream stream) const;
 
  private:
   const Topology topology_;

@@ -19,8 +19,12 @@ DM_HOST_DEVICE constexpr int ring_slots(int num_nodes) {
 }
 
 // What an arrival or credit word says: chunk `number` (from 1 on) of its ring, in this generation. 0 is no chunk.
+inline constexpr int kChunkNumberBits = 48;
 DM_HOST_DEVICE constexpr std::uint64_t pack_chunk_tag(std::uint64_t generation, std::uint64_t number) {
-  return (generation << 48) | number;
+  return (generation << kChunkNumberBits) | number;
+}
+DM_HOST_DEVICE constexpr std::uint64_t chunk_number(std::uint64_t tag) {
+  return tag & ((std::uint64_t{1} << kChunkNumberBits) - 1);
 }
 
 // Of one row in a slot: x, scales, ids, weights as in RowFormat; then source token and positions.
@@ -147,7 +151,8 @@ struct RailPlace {
   int num_rows;  // of the chunk
 };
 
-// The chunks that one call uses in one ring. Numbers go on from call to call.
+// The chunks that one call uses in one ring. Numbers go on from call to call; where the first one is given with the
+// generation above it, as a tag, so are those of all places.
 struct RailCall {
   std::uint64_t first_number = 1;  // of its first chunk
   std::int64_t num_rows = 0;
@@ -161,7 +166,8 @@ struct RailCall {
       : first_number(first_number_), num_rows(num_rows_), row_stride(row_stride_) {
     const std::size_t fit = shape.slot_bytes / row_stride_;
     chunk_rows = fit < kChunkRows ? static_cast<int>(fit) : kChunkRows;
-    first_slot = static_cast<std::uint32_t>((first_number_ - 1) % static_cast<std::uint64_t>(shape.num_slots));
+    first_slot =
+        static_cast<std::uint32_t>(chunk_number(first_number_ - 1) % static_cast<std::uint64_t>(shape.num_slots));
   }
 
   DM_HOST_DEVICE std::int64_t num_chunks() const { return (num_rows + chunk_rows - 1) / chunk_rows; }

@@ -15,7 +15,7 @@ inline constexpr int kMaxRingSlots = 128;  // ring_slots() gives no more
 // Of one rank, for its own launches.
 struct alignas(64) RailState {
   std::uint64_t next_token;       // handed out to warps; zero between calls
-  std::uint64_t sent[kMaxNodes];  // chunks of earlier calls of the generation, by peer's node
+  std::uint64_t sent[kMaxNodes];  // tag of the last chunk of earlier calls, by peer's node; 0 of the generation: none
   std::uint64_t received[kMaxNodes];
   std::uint64_t
       taken[kMaxNodes];  // rows of the call that warps have taken, of the ring that rows come from or sums go to

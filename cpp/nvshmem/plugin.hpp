@@ -10,7 +10,7 @@
 
 namespace deep_moe::nvshmem {
 
-inline constexpr int kPluginVersion = 2;  // of this header
+inline constexpr int kPluginVersion = 3;  // of this header
 inline constexpr std::size_t kUniqueIdBytes = 128;
 
 // Functions return null, or what went wrong in text that stays valid until the thread's next call. All but `version`

@@ -271,3 +271,52 @@ TEST_CASE("low latency between nodes: refused and different calls are noticed, n
       });
     }
 }
+
+// Nobody has answered the calls of any slot when it comes round, and a block has several ranks to answer: a refusal is
+// one block, and so may be a call.
+TEST_CASE("low latency between nodes: slots come round where a block serves several ranks and all calls were refused" *
+          doctest::skip(no_gpu())) {
+  for (const NodeShape& nodes : {NodeShape{3, 1}, NodeShape{2, 3}, NodeShape{3, 2, true}}) {
+    CAPTURE(nodes.num_nodes);
+    const int R = nodes.num_ranks();
+    Ranks ranks(nodes, kMiB / 4, 24 * kMiB, 10.0);
+    LowShape shape;
+    shape.num_ranks = R;
+    shape.num_tokens = tokens(R, 6);
+    shape.max_tokens = 6;
+    LowModel model(shape);
+    Meeting together(R);
+    run(R, [&](int r) {
+      const Meeting::Leave leave{together};
+      const auto take_error = [&](LowCall& call) {
+        ranks.sync(r);
+        const auto kind = static_cast<layout::KernelErrorKind>(ranks.world.error(r).kind);
+        if (kind != layout::KernelErrorKind::kNone)
+          kernels::clear_error(call.domain(), ranks.world.rank(r).host, call.stream());
+        ranks.sync(r);
+        return kind;
+      };
+      for (const int refusers : {R, 1, R}) {  // of each call: the lowest ranks
+        for (int number = 0; number < 2 * layout::kLowLatencySlots + 1; ++number) {
+          LowCall call(ranks, model, r, mode_of(false, true, 0, 1));
+          if (r < refusers)
+            ranks.refuse(r, call.dispatch_args(LowLatencyHalf::kBoth).call, "not today");
+          else
+            call.dispatch();
+          expect(take_error(call) ==
+                     (r < refusers ? layout::KernelErrorKind::kNone : layout::KernelErrorKind::kPeerRefused),
+                 "another outcome of a refused call");
+        }
+        for (int number = 0; number < layout::kLowLatencySlots + 1; ++number) {
+          ranks.clear(r);
+          together.wait();
+          LowCall call(ranks, model, r, mode_of(false, true, 0, 1 + number % 2));
+          call.dispatch();
+          expect(take_error(call) == layout::KernelErrorKind::kNone, "an error in a good call");
+          call.check_dispatch();
+          together.wait();
+        }
+      }
+    });
+  }
+}

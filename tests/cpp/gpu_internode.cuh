@@ -60,7 +60,6 @@ class RailWorld {
       domain.node.words = layout::DeviceLayout(L);
       domain.num_nodes = N;
       domain.own_node = shape.node_of(r);
-      domain.generation = 1;
       domain.rail = rail;
       domain.words = words;
       for (int local = 0; local < L; ++local) {
@@ -164,6 +163,15 @@ class RailWorld {
     args.topk = same.topk;
     args.combined_topk_weights = same.combined_topk_weights;
     return args;
+  }
+
+  // What a reset does to the rings.
+  void restart(std::uint64_t generation) {
+    for (int r = 0; r < shape_.num_ranks(); ++r) {
+      const OnGpuOf on(r);
+      internode::restart_rings(ranks_[r].domain, generation, world_.rank(r).stream);
+      cuda(cudaStreamSynchronize(world_.rank(r).stream));
+    }
   }
 
   // On every rank, none waiting for its host in between.

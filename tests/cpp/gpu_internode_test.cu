@@ -150,6 +150,24 @@ GPU_TEST_CASE("between nodes: a launch whose map is too small moves nothing, and
   CHECK_EQ(rows.check_heaps(), "");
 }
 
+// As launches do that a graph has kept: arguments are the same from the first call to the last.
+GPU_TEST_CASE("between nodes: after a reset nothing of the generation before it is taken") {
+  const RailShape rail{2, 2, 3};
+  std::mt19937_64 random(67);
+  World world(4, 90, 4, 16, 8, kLong);
+  Rows rows(world, 90, row_shape(512));
+  RailWorld rails(world, rows, rail, 90);
+  for (std::uint64_t generation = 0; generation < 4; ++generation) {
+    if (generation > 0) rails.restart(generation);
+    for (const std::int64_t most : {3, 9, 90}) {
+      fill_random(world, rows, random, {most, most / 2, 1});
+      rails.dispatch_all();
+      REQUIRE_EQ(rails.errors(), "");
+      CHECK_EQ(rows.check_heaps(), "");
+    }
+  }
+}
+
 GPU_TEST_CASE("between nodes: a refused call moves nothing anywhere and leaves the rings in step") {
   const RailShape rail{2, 2};
   std::mt19937_64 random(63);

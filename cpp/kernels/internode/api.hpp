@@ -23,7 +23,6 @@ struct RailDomain {
   DeviceDomain node;
   int num_nodes = 0;
   int own_node = 0;
-  std::uint64_t generation = 0;
   layout::RailLayout rail;  // of network memory
   layout::RailWords words;
   char* workspaces[layout::kMaxKernelRanks] = {};         // rail words of each mate, by local index, as mapped here
@@ -71,6 +70,10 @@ void notify(const RailDomain& domain, const MappedBlocks& network, NotifyArgs ar
 // Local: tokens that go to each node, [N], of a mask [T, R].
 void count_nodes(const RailDomain& domain, const bool* token_in_rank, std::int64_t num_tokens,
                  std::int32_t* num_tokens_per_node, Stream stream);
+
+// In stream order, while no call of any rank is on its way: the rings are as new, and the tags of their chunks name this
+// generation. In fresh memory they are, with generation 0.
+void restart_rings(const RailDomain& domain, std::uint64_t generation, Stream stream);
 
 // What the row calls share: results of a notify with counts. Strides from one token to the next.
 struct Routes {

@@ -122,7 +122,7 @@ __device__ bool collect_row(const WaitScope& scope, const RailDomain& domain, co
   const RailPlace place = call.place(domain.rail.shape(), number);
   bool free = true;
   if (lane_id() == 0)
-    free = wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
+    free = wait_for_peer(scope, domain, WaitPhase::kCredit, node, layout::chunk_number(place.number),
                          [&] { return has_credit(domain, network, node, place); });
   if (!from_first_lane(free)) return false;
   __syncwarp();
@@ -168,7 +168,7 @@ __device__ bool sum_token(const WaitScope& scope, const RailDomain& domain, cons
     const RailPlace place = call.place(domain.rail.shape(), at);
     bool there = true;
     if (lane_id() == 0)
-      there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, place.number,
+      there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, layout::chunk_number(place.number),
                             [&] { return has_arrived(domain, network, node, place); });
     if (!from_first_lane(there)) return false;
     __syncwarp();

@@ -129,20 +129,34 @@ __device__ __forceinline__ bool begin_call(const LowLatencyRun& run, DirectShare
   return !shared.call.failed;
 }
 
-// P1. All threads, before anything is written for a rank: it has read what the slot held. Where this rank has not
-// answered that call, which it or a peer refused, the first member of the team takes the message, unread, and answers.
-// False: leave.
+// P1. All threads, before a launch that sends waits for any answer. Where this rank has not answered the slot's last
+// call, which it or a peer refused, the first member of each team takes the messages of all ranks that it serves,
+// unread, and answers: were each answered in its turn only, ranks could wait for each other in a circle. False in all
+// threads: leave.
 template <class Network>
-__device__ __forceinline__ bool await_slot(const DirectRun<Network>& direct, int dst, int member) {
+__device__ __forceinline__ bool answer_owed(const DirectRun<Network>& direct, const DirectTeams& teams) {
+  const std::uint64_t last = direct.shared.last;
+  if (last == 0 || !direct.shared.owed || teams.member() != 0) return true;
+  bool ok = true;
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < direct.run.num_ranks() && i % teams.count == teams.mine()) {
+    const int peer = direct.domain.ranks.in_turn(direct.rank(), i);
+    if (direct.run.is_live(peer)) {
+      bool there = false;  // else it may be masked meanwhile
+      ok = direct.wait(layout::WaitPhase::kRouting, peer, last, [&] { return there = direct.has_arrived(peer, last); });
+      if (there) direct.answer(peer, last);
+    }
+  }
+  return __syncthreads_and(ok);
+}
+
+// P1. All threads, before anything is written for a rank: it has read what the slot held. False: leave.
+template <class Network>
+__device__ __forceinline__ bool await_slot(const DirectRun<Network>& direct, int dst) {
   bool ok = true;
   const std::uint64_t last = direct.shared.last;
-  if (threadIdx.x == 0 && last != 0) {
-    if (direct.shared.owed && member == 0) {
-      ok = direct.wait(layout::WaitPhase::kRouting, dst, last, [&] { return direct.has_arrived(dst, last); });
-      if (ok) direct.answer(dst, last);
-    }
-    ok = ok && direct.wait(layout::WaitPhase::kSlotSpace, dst, last, [&] { return direct.has_consumed(dst, last); });
-  }
+  if (threadIdx.x == 0 && last != 0)
+    ok = direct.wait(layout::WaitPhase::kSlotSpace, dst, last, [&] { return direct.has_consumed(dst, last); });
   return __syncthreads_and(ok);
 }
 
@@ -225,7 +239,7 @@ __device__ __forceinline__ bool await_message(const DirectRun<Network>& direct, 
 }
 
 // P5. All threads, at the end of a launch that receives; `ok`: of this thread. The last block answers every peer,
-// unless some block has left early: then await_slot of the slot's next call does.
+// unless some block has left early: then answer_owed of the slot's next call does.
 template <class Network>
 __device__ __forceinline__ void end_receive(const DirectRun<Network>& direct, bool ok) {
   const LowLatencyRun& run = direct.run;

@@ -156,7 +156,7 @@ __device__ __forceinline__ bool send_sums(const DirectRun<Network>& direct, cons
                                           DirectHeld& held, int owner) {
   const int member = params.teams.member(), warp = static_cast<int>(threadIdx.x / 32);
   if (threadIdx.x == 0) held.num_tokens = num_tokens_of(direct.run, params.rows.args, owner);
-  if (!await_slot(direct, owner, member)) return false;
+  if (!await_slot(direct, owner)) return false;
   char* const message = direct.outgoing(owner);
   auto* const first_rows = reinterpret_cast<std::int32_t*>(message + params.message.first_rows);
   std::uint32_t rows = 0;

@@ -15,9 +15,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   if (!begin_call(run, held.direct)) return;
   const DirectRun<Network> direct{run, domain, network, held.direct};
   keep_entries(run, params);
-  bool ok = true;
-  for_each_destination(domain, run, params.teams,
-                       [&](int owner) { return ok = send_sums<T, Width, kByExpert>(direct, params, held, owner); });
+  bool ok = answer_owed(direct, params.teams);
+  if (ok)
+    for_each_destination(domain, run, params.teams,
+                         [&](int owner) { return ok = send_sums<T, Width, kByExpert>(direct, params, held, owner); });
   leave(run, ok);
 }
 
@@ -140,9 +141,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   const LowLatencyRun run{domain.group, refusal.call, hot, shared.call};
   if (!begin_call(run, shared)) return;
   const DirectRun<Network> direct{run, domain, network, shared};
-  bool ok = true;
-  for_each_destination(domain, run, DirectTeams(), [&](int dst) {
-    ok = await_slot(direct, dst, 0);
+  const DirectTeams alone;
+  bool ok = answer_owed(direct, alone);
+  for_each_destination(domain, run, alone, [&](int dst) {
+    ok = ok && await_slot(direct, dst);
     if (!ok) return false;
     char* const message = direct.outgoing(dst);
     if (threadIdx.x == 0) {

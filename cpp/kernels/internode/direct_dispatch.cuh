@@ -162,7 +162,7 @@ template <class Rows, class Network>
 __device__ __forceinline__ bool send_message(const DirectRun<Network>& direct, const DirectDispatchParams& params,
                                              char* memory, TileBuffer* buffer, int dst) {
   const int member = params.teams.member(), warp = static_cast<int>(threadIdx.x / 32);
-  if (!await_slot(direct, dst, member)) return false;
+  if (!await_slot(direct, dst)) return false;
   const LowLatencyDispatchArgs& args = params.rows.args;
   char* const message = direct.outgoing(dst);
   auto* const first_rows = reinterpret_cast<std::int32_t*>(message + params.message.first_rows);

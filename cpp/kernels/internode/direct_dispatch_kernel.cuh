@@ -22,9 +22,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   const LowLatencyRun run{domain.group, params.rows.args.call, params.rows.hot, shared.call};
   if (!begin_call(run, shared)) return;
   const DirectRun<Network> direct{run, domain, network, shared};
-  bool ok = true;
-  for_each_destination(domain, run, params.teams,
-                       [&](int dst) { return ok = send_message<Rows>(direct, params, dynamic_shared, buffer, dst); });
+  bool ok = answer_owed(direct, params.teams);
+  if (ok)
+    for_each_destination(domain, run, params.teams,
+                         [&](int dst) { return ok = send_message<Rows>(direct, params, dynamic_shared, buffer, dst); });
   leave(run, ok);
 }
 

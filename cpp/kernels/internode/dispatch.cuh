@@ -208,7 +208,7 @@ __device__ bool send_token(const WaitScope& scope, const RailDomain& domain, con
     if (!free) {
       const int node = lane_id();
       const RailPlace place = rings.out[node].place(domain.rail.shape(), node_position[node]);
-      free = wait_for_peer(scope, domain, WaitPhase::kCredit, node, place.number,
+      free = wait_for_peer(scope, domain, WaitPhase::kCredit, node, layout::chunk_number(place.number),
                            [&] { return has_credit(domain, network, node, place); });
     }
     if (!__all_sync(0xffffffffu, free)) return false;
@@ -243,7 +243,7 @@ __device__ bool forward_row(const WaitScope& scope, const RailDomain& domain, co
   const RailPlace place = call.place(domain.rail.shape(), number);
   bool there = true;
   if (lane_id() == 0)
-    there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, place.number,
+    there = wait_for_peer(scope, domain, WaitPhase::kChunk, node, layout::chunk_number(place.number),
                           [&] { return has_arrived(domain, network, node, place); });
   if (!from_first_lane(there)) return false;
   __syncwarp();

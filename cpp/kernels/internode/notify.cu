@@ -30,7 +30,21 @@ __global__ void __launch_bounds__(NotifyTuning::kThreads)
   if (thread < num_nodes) num_tokens_per_node[thread] = counts[thread];
 }
 
+__global__ void restart_rings_kernel(const __grid_constant__ RailDomain domain, std::uint64_t generation) {
+  const int node = static_cast<int>(threadIdx.x);
+  if (node >= domain.num_nodes) return;
+  layout::RailState& state = domain.state();
+  state.sent[node] = state.received[node] = layout::pack_chunk_tag(generation, 0);
+}
+
 }  // namespace
+
+void restart_rings(const RailDomain& domain, std::uint64_t generation, Stream stream) {
+  internode::check_domain(domain);
+  check_cuda(cudaMemsetAsync(&domain.state(), 0, sizeof(layout::RailState), static_cast<cudaStream_t>(stream)),
+             "restart_rings");
+  launch(restart_rings_kernel, 1, 1, 0, stream, false, "launch of restart_rings", domain, generation);
+}
 
 void count_nodes(const RailDomain& domain, const bool* token_in_rank, std::int64_t num_tokens,
                  std::int32_t* num_tokens_per_node, Stream stream) {
@@ -48,6 +62,7 @@ void notify(const RailDomain& domain, const MappedBlocks& network, NotifyArgs ar
 void prepare_notify() {
   load_notify<MappedNetwork>();
   load_kernel(count_nodes_kernel, 0);
+  load_kernel(restart_rings_kernel, 0);
 }
 
 }  // namespace deep_moe::kernels::internode

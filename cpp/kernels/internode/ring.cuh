@@ -17,10 +17,11 @@ using layout::WaitPhase;
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % 32); }
 __device__ __forceinline__ bool from_first_lane(bool value) { return __shfl_sync(0xffffffffu, value, 0) != 0; }
 
-// The chunks of this call in the ring to, or from, the peer on a node.
-__device__ __forceinline__ RailCall ring_call(const RailDomain& domain, const std::uint64_t* chunks_before, int node,
+// The chunks of this call in the ring to, or from, the peer on a node. Numbers are tags: the generation is in device
+// memory, so that it is today's in a launch that a graph replays.
+__device__ __forceinline__ RailCall ring_call(const RailDomain& domain, const std::uint64_t* last_chunks, int node,
                                               std::int64_t num_rows, std::size_t stride) {
-  return RailCall(domain.rail.shape(), ptx::ld_relaxed_gpu(chunks_before + node) + 1, num_rows, stride);
+  return RailCall(domain.rail.shape(), ptx::ld_relaxed_gpu(last_chunks + node) + 1, num_rows, stride);
 }
 __device__ __forceinline__ std::int64_t rows_in(const Routes& routes, int node) {
   return routes.rows_in_prefix[node] - (node > 0 ? routes.rows_in_prefix[node - 1] : 0);
@@ -46,15 +47,14 @@ template <typename Network>
 __device__ __forceinline__ bool has_credit(const RailDomain& domain, const Network& network, int node,
                                            const RailPlace& place) {
   const auto num_slots = static_cast<std::uint64_t>(domain.rail.shape().num_slots);
-  if (place.number <= num_slots) return true;
+  if (layout::chunk_number(place.number) <= num_slots) return true;
   return network.is(domain.rail.word(RailRegion::kChunkCredit, domain.own_node, node, place.slot),
-                    layout::pack_chunk_tag(domain.generation, place.number - num_slots));
+                    place.number - num_slots);
 }
 template <typename Network>
 __device__ __forceinline__ bool has_arrived(const RailDomain& domain, const Network& network, int node,
                                             const RailPlace& place) {
-  return network.is(domain.rail.word(RailRegion::kChunkArrived, domain.own_node, node, place.slot),
-                    layout::pack_chunk_tag(domain.generation, place.number));
+  return network.is(domain.rail.word(RailRegion::kChunkArrived, domain.own_node, node, place.slot), place.number);
 }
 
 // One thread. False: the block must leave.
@@ -91,13 +91,12 @@ template <typename Network>
 __device__ __forceinline__ void put_chunk(const RailDomain& domain, const Network& network, int node,
                                           const RailCall& call, const RailPlace& place) {
   const std::size_t word = domain.rail.word(RailRegion::kChunkArrived, node, domain.own_node, place.slot);
-  const std::uint64_t tag = layout::pack_chunk_tag(domain.generation, place.number);
   if constexpr (Network::kDirect) {
-    if (lane_id() == 0) network.signal(domain.peer(node), word, tag);
+    if (lane_id() == 0) network.signal(domain.peer(node), word, place.number);
   } else {
     network.put_signal(domain.peer(node), domain.rail.slot(RailRegion::kRingSlots, node, domain.own_node, place.slot),
                        domain.rail.slot(RailRegion::kSendSlots, domain.own_node, node, place.slot),
-                       static_cast<std::size_t>(place.num_rows) * call.row_stride, word, tag);
+                       static_cast<std::size_t>(place.num_rows) * call.row_stride, word, place.number);
   }
 }
 // D7, C6: one thread, behind all readers of the chunk.
@@ -106,7 +105,7 @@ __device__ __forceinline__ void give_credit(const RailDomain& domain, const Netw
                                             const RailPlace& place) {
   ptx::fence_acq_rel_sys();
   network.signal(domain.peer(node), domain.rail.word(RailRegion::kChunkCredit, node, domain.own_node, place.slot),
-                 layout::pack_chunk_tag(domain.generation, place.number));
+                 place.number);
 }
 
 // The whole warp, when it is through with a row of a chunk that several warps share; `count` is the slot's. True for
