@@ -113,7 +113,8 @@ int bound_to(const char* address, std::uint16_t port) {
   return fd;
 }
 
-// Between a rank and the one that connects to it: passes on bytes in small pieces, at odd times.
+// Between a rank and the one that connects to it: passes on bytes in small pieces, at odd times, and all that it has
+// taken before it ends.
 class Dribble {
  public:
   explicit Dribble(Endpoint* endpoint) : to_(*endpoint), listen_fd_(listen_tcp({"127.0.0.1"}, 16, endpoint)) {
@@ -132,7 +133,7 @@ class Dribble {
       pollfd entry{listen_fd_, POLLIN, 0};
       if (::poll(&entry, 1, 20) <= 0) continue;
       const int ends[2] = {::accept(listen_fd_, nullptr, nullptr), connect_tcp("127.0.0.1", to_.port, 1000)};
-      for (bool open = true; open && !stop_;) {
+      for (bool open = true; open;) {
         pollfd both[2] = {{ends[0], POLLIN, 0}, {ends[1], POLLIN, 0}};
         if (::poll(both, 2, 20) <= 0) continue;
         for (int from = 0; from < 2 && open; ++from) {
