@@ -159,6 +159,45 @@ GPU_TEST_CASE("between nodes: a launch whose map is too small moves nothing, and
   CHECK_EQ(rows.check_heaps(), "");
 }
 
+// The map of a rank whose number of rows is fixed has that many for each rank of its node.
+GPU_TEST_CASE("between nodes: who may have to forward more than its map holds is known to all before any row moves") {
+  const RailShape rail{2, 2};
+  World world(4, 60, 1, 4, 8, kLong);
+  RowShape shape = row_shape(512, 0, 4, 0, 1);
+  shape.hard_tail = 3;
+  Rows rows(world, 60, shape);
+  Rails rails(world, rows, rail, 60);
+  std::mt19937_64 random(68);
+  std::uint32_t call = 0;
+  for (const std::int64_t through : {30, 6, 7}) {  // rank 2's tokens go to rank 1 by rank 0, which takes 3 rows
+    for (int r = 0; r < 4; ++r) {
+      world.set_ids(r, std::vector<std::int64_t>(static_cast<std::size_t>(r == 2 ? through : r == 1 ? 60 : 0), 1));
+      rows.fill(r, random);
+    }
+    rows.count();
+    const bool fits = through <= 6;
+    ++call;
+    run(4, [&](int r) {
+      const auto stream = world.rank(r).stream;
+      rails.notify(r, rails.notify_args(r, call));
+      if (world.wait_outcome(r, call) != (fits ? NotifyOutcome::kRowsFit : NotifyOutcome::kTooSmallHard))
+        throw std::runtime_error("wrong outcome");
+      internode::DispatchArgs args = rails.dispatch_args(r);
+      if (r == 0) args.map_rows = 6;
+      rails.dispatch(r, args);
+      cuda(cudaStreamSynchronize(stream));
+      const layout::ErrorRecord error = world.error(r);
+      kernels::clear_error(rails.rank(r).domain.node, world.rank(r).host, stream);
+      cuda(cudaStreamSynchronize(stream));
+      if (fits) return;
+      if (error.kind != static_cast<std::uint32_t>(layout::KernelErrorKind::kTooFewRows) || error.peer != 0 ||
+          error.expected != 3 || error.seen != static_cast<std::uint64_t>((through + 1) / 2))
+        throw std::runtime_error("another error");
+    });
+    if (fits) CHECK_EQ(rows.check_heaps(), "");
+  }
+}
+
 // As launches do that a graph has kept: arguments are the same from the first call to the last.
 GPU_TEST_CASE("between nodes: after a reset nothing of the generation before it is taken") {
   const RailShape rail{2, 2, 3};
