@@ -100,6 +100,22 @@ GPU_TEST_CASE("between nodes: dispatch is equal to the host, by ids and by a han
   }
 }
 
+GPU_TEST_CASE("between nodes: more tokens than notify remembers the ranks of") {
+  RailShape rail{2, 2, 3};
+  rail.slot_bytes = slot_for(row_shape(16), 3, 8, 2, 8);
+  std::mt19937_64 random(69);
+  World world(4, 1500, 3, 9, 8, kLong);
+  Rows rows(world, 1500, row_shape(16));
+  Rails rails(world, rows, rail, 1500);
+  for (const std::int64_t last : {1500, 1025, 257}) {
+    fill_random(world, rows, random, {last, 3, 256, 1024});
+    rails.dispatch_all();
+    REQUIRE_EQ(rails.errors(), "");
+    CHECK_EQ(rails.check_routes(), "");
+    CHECK_EQ(rows.check_heaps(), "");
+  }
+}
+
 GPU_TEST_CASE("between nodes: combine is equal to the host, rounded once more for the network") {
   std::mt19937_64 random(62);
   for (RailShape rail : kRails) {
