@@ -260,6 +260,42 @@ GPU_TEST_CASE("between nodes: a refused call moves nothing anywhere and leaves t
   }
 }
 
+// What waits have left half done on the ranks that did begin: counts of slots, tokens taken, chunks that nobody read.
+GPU_TEST_CASE("between nodes: a reset after a call that some ranks have not made, and the next calls") {
+  const RailShape rail{2, 2, 3};
+  std::mt19937_64 random(70);
+  World world(4, 90, 4, 16, 8, 2.0);
+  Rows rows(world, 90, row_shape(512));
+  Rails rails(world, rows, rail, 90);
+  for (std::uint64_t generation = 1; generation < 3; ++generation) {
+    fill_random(world, rows, random, {90, 41});
+    rails.dispatch_all();
+    REQUIRE_EQ(rails.errors(), "");
+    const int missing = static_cast<int>(generation);
+    run(4, [&](int r) {
+      rails.notify(r, rails.notify_args(r, 0));
+      if (r != missing) rails.dispatch(r, rails.dispatch_args(r));
+      cuda(cudaStreamSynchronize(world.rank(r).stream));
+    });
+    int failed = 0;
+    for (int r = 0; r < 4; ++r)
+      failed += world.error(r).kind == static_cast<std::uint32_t>(layout::KernelErrorKind::kTimeout);
+    CHECK_EQ(failed, 3);
+    rails.restart(generation);
+    for (int r = 0; r < 4; ++r) {
+      const OnGpuOf on(r);
+      const kernels::DeviceDomain& node = rails.rank(r).domain.node;
+      kernels::reset_state(node, 100 * generation, world.rank(r).stream);
+      kernels::clear_error(node, world.rank(r).host, world.rank(r).stream);
+      cuda(cudaStreamSynchronize(world.rank(r).stream));
+      rows.fill(r, random);
+    }
+    rails.dispatch_all();
+    REQUIRE_EQ(rails.errors(), "");
+    CHECK_EQ(rows.check_heaps(), "");
+  }
+}
+
 GPU_TEST_CASE("between nodes: another call on a rank of another rail is noticed by all") {
   const RailShape rail{2, 2};
   std::mt19937_64 random(64);
