@@ -71,8 +71,8 @@ void notify(const RailDomain& domain, const MappedBlocks& network, NotifyArgs ar
 void count_nodes(const RailDomain& domain, const bool* token_in_rank, std::int64_t num_tokens,
                  std::int32_t* num_tokens_per_node, Stream stream);
 
-// In stream order, while no call of any rank is on its way: the rings are as new, and the tags of their chunks name this
-// generation. In fresh memory they are, with generation 0.
+// In stream order, while no call of any rank is on its way: the rings are as new, and the tags of their chunks name
+// this generation. In fresh memory they are, with generation 0.
 void restart_rings(const RailDomain& domain, std::uint64_t generation, Stream stream);
 
 // What the row calls share: results of a notify with counts. Strides from one token to the next.
