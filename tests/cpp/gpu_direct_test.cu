@@ -122,6 +122,32 @@ TEST_CASE("low latency between nodes: logarithms" * doctest::skip(no_gpu())) {
   check_cases(ranks, cases, [](LowShape&, LowMode& mode) { mode.logfmt = true; });
 }
 
+TEST_CASE("low latency between nodes: logarithms fit where the same rows as they are do not, and need whole blocks" *
+          doctest::skip(no_gpu())) {
+  LowShape shape;
+  LowMode mode = mode_of(true, false, 0, 3);
+  mode.logfmt = true;
+  kernels::LowLatencyCombineArgs needs;
+  needs.call.max_tokens = shape.max_tokens;
+  needs.call.num_experts = static_cast<int>(shape.num_experts);
+  needs.ids.topk = static_cast<int>(shape.topk);
+  needs.hidden = shape.hidden;
+  needs.logfmt = true;
+  Ranks ranks({2, 1}, internode::direct_part_bytes(2, needs, true), 16 * kMiB);
+  check_pair(ranks, shape, mode);
+  const auto refused = [&](const std::string& why) {
+    ranks.clear(0);
+    LowModel model(shape);
+    LowCall call(ranks, model, 0, mode);
+    expect_throw<ArgumentError>([&] { call.launch_combine(LowLatencyHalf::kReceive); }, why);
+  };
+  mode.logfmt = false;
+  refused("part_bytes");
+  mode.logfmt = true;
+  shape.hidden = 200;
+  refused("multiple of 128 with logfmt");
+}
+
 TEST_CASE("low latency between nodes: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
   Ranks ranks({3, 1}, kMiB / 4, 32 * kMiB);
   for (const int item : {1, 2, 4, 8})
