@@ -45,6 +45,30 @@ void on_all_shapes(Body body) {
   }
 }
 
+// What rank r is told of a call that `odd` (-1: nobody) refuses, or makes another one of. Clears it. True: all is well.
+bool check_told(Ranks& ranks, LowCall& call, int r, int odd, bool refuses) {
+  ranks.sync(r);
+  const layout::ErrorRecord& error = ranks.world.error(r);
+  const auto kind = static_cast<layout::KernelErrorKind>(error.kind);
+  if (odd < 0) {
+    expect(error.kind == 0, "an error in a good call");
+    return true;
+  }
+  if (r == odd && refuses) {
+    expect(error.kind == 0, "an error where this rank refused");
+  } else if (r == odd) {
+    expect(kind == layout::KernelErrorKind::kCallMismatch, "no other call is told");
+  } else {
+    expect(kind == (refuses ? layout::KernelErrorKind::kPeerRefused : layout::KernelErrorKind::kCallMismatch),
+           "nothing is told");
+    expect(error.peer == odd, "another rank is named");
+    if (refuses) expect(std::string(error.reason, error.num_reason_bytes) == "not today", "another reason");
+  }
+  if (error.kind != 0) kernels::clear_error(call.domain(), ranks.world.rank(r).host, call.stream());
+  ranks.sync(r);
+  return false;
+}
+
 }  // namespace
 
 TEST_CASE("low latency between nodes: bf16 and fp8, at once and in halves" * doctest::skip(no_gpu())) {
@@ -98,6 +122,32 @@ TEST_CASE("low latency between nodes: logarithms" * doctest::skip(no_gpu())) {
   check_cases(ranks, cases, [](LowShape&, LowMode& mode) { mode.logfmt = true; });
 }
 
+TEST_CASE("low latency between nodes: logarithms fit where the same rows as they are do not, and need whole blocks" *
+          doctest::skip(no_gpu())) {
+  LowShape shape;
+  LowMode mode = mode_of(true, false, 0, 3);
+  mode.logfmt = true;
+  kernels::LowLatencyCombineArgs needs;
+  needs.call.max_tokens = shape.max_tokens;
+  needs.call.num_experts = static_cast<int>(shape.num_experts);
+  needs.ids.topk = static_cast<int>(shape.topk);
+  needs.hidden = shape.hidden;
+  needs.logfmt = true;
+  Ranks ranks({2, 1}, internode::direct_part_bytes(2, needs, true), 16 * kMiB);
+  check_pair(ranks, shape, mode);
+  const auto refused = [&](const std::string& why) {
+    ranks.clear(0);
+    LowModel model(shape);
+    LowCall call(ranks, model, 0, mode);
+    expect_throw<ArgumentError>([&] { call.launch_combine(LowLatencyHalf::kReceive); }, why);
+  };
+  mode.logfmt = false;
+  refused("part_bytes");
+  mode.logfmt = true;
+  shape.hidden = 200;
+  refused("multiple of 128 with logfmt");
+}
+
 TEST_CASE("low latency between nodes: rows with scales of their own travel as they are" * doctest::skip(no_gpu())) {
   Ranks ranks({3, 1}, kMiB / 4, 32 * kMiB);
   for (const int item : {1, 2, 4, 8})
@@ -125,7 +175,13 @@ TEST_CASE("low latency between nodes: no tokens, one hot expert, one token" * do
       CAPTURE(count[0]);
       LowShape shape;
       shape.num_tokens = count;
-      check_pair(ranks, shape, mode_of(halves, true, 0, 3));
+      LowMode mode = mode_of(halves, true, 0, 3);
+      check_pair(ranks, shape, mode);
+      mode.logfmt = true;
+      for (const bool weights : {true, false}) {
+        mode.weights = weights;
+        check_pair(ranks, shape, mode);
+      }
     }
   LowShape shape;
   shape.num_tokens = {40, 40};
@@ -157,8 +213,11 @@ TEST_CASE("low latency between nodes: three calls in flight, halves in any order
 TEST_CASE("low latency between nodes: a rank that never comes is masked" * doctest::skip(no_gpu())) {
   const NodeShape nodes{3, 1};
   const int R = 3, gone = 2;
-  for (const bool halves : {false, true}) {
+  for (const int kind : {0, 1, 2, 3, 4, 5, 6, 7}) {
+    const bool halves = kind % 2 != 0, weights = kind / 2 % 2 == 0, logfmt = kind / 4 != 0;
     CAPTURE(halves);
+    CAPTURE(weights);
+    CAPTURE(logfmt);
     Ranks ranks(nodes, kMiB / 4, 16 * kMiB, 0.3);
     LowShape shape;
     shape.num_ranks = R;
@@ -167,7 +226,8 @@ TEST_CASE("low latency between nodes: a rank that never comes is masked" * docte
     shape.hidden = 640;
     shape.num_experts = 12;
     LowModel model(shape);
-    const LowMode mode = mode_of(halves, true, 1, 3);
+    LowMode mode = mode_of(halves, weights, 1, 3);
+    mode.logfmt = logfmt;
     Meeting together(R - 1);
     run(R - 1, [&](int r) {
       const Meeting::Leave leave{together};
@@ -180,17 +240,26 @@ TEST_CASE("low latency between nodes: a rank that never comes is masked" * docte
           args.call.shrink = true;
           ranks.dispatch(r, args);
         };
-        if (halves) {
-          dispatch(LowLatencyHalf::kSend);
-          dispatch(LowLatencyHalf::kReceive);
-        } else {
-          dispatch(LowLatencyHalf::kBoth);
-        }
+        const auto combine = [&](LowLatencyHalf half) {
+          kernels::LowLatencyCombineArgs args = one.combine_args(half);
+          args.call.shrink = true;
+          ranks.combine(r, args);
+        };
+        const auto in_halves = [&](const auto& launch) {
+          if (!halves) return launch(LowLatencyHalf::kBoth);
+          launch(LowLatencyHalf::kSend);
+          launch(LowLatencyHalf::kReceive);
+        };
+        in_halves(dispatch);
         ranks.sync(r);
         expect(ranks.world.error(r).kind == 0, "an error in place of a mask");
         expect(ranks.world.rank(r).domain.host_words.masked(ranks.world.rank(r).host)[gone] == 1,
                "the rank is not masked");
         one.check_dispatch();
+        one.make_outputs();
+        together.wait();
+        in_halves(combine);
+        one.check_combine({gone});
         together.wait();
       }
     });
@@ -211,6 +280,49 @@ TEST_CASE("low latency between nodes: a rank that does not come within the deadl
     expect(error.peer == 1, "another rank is named");
     expect(error.phase == static_cast<std::uint32_t>(layout::WaitPhase::kRouting), "another phase");
   });
+}
+
+// Those of a rank that encodes its rows where others do not, or the other way round, are other calls.
+TEST_CASE("low latency between nodes: combines that are refused, or travel otherwise on one rank, are noticed" *
+          doctest::skip(no_gpu())) {
+  for (const NodeShape& nodes : {NodeShape{2, 1}, NodeShape{2, 2}})
+    for (const bool halves : {false, true}) {
+      CAPTURE(halves);
+      CAPTURE(nodes.num_local_ranks);
+      const int R = nodes.num_ranks();
+      Ranks ranks(nodes, kMiB / 4, 16 * kMiB, 20.0);
+      LowShape shape;
+      shape.num_ranks = R;
+      shape.num_tokens = tokens(R, 9);
+      shape.max_tokens = 9;
+      LowModel model(shape);
+      Meeting together(R);
+      run(R, [&](int r) {
+        const Meeting::Leave leave{together};
+        Random same(halves ? 17 : 18);
+        for (int round = 0; round < (kSmall ? 16 : 60); ++round) {
+          const int odd = same.below(3) == 0 ? -1 : static_cast<int>(same.below(R));
+          const bool refuses = same.below(2) == 0;
+          LowMode mode = mode_of(halves, same.below(2) == 0, 0, R + 1);
+          mode.logfmt = same.below(2) == 0;
+          ranks.clear(r);
+          if (r == odd && !refuses) mode.logfmt = !mode.logfmt;
+          LowCall call(ranks, model, r, mode);
+          together.wait();
+          call.dispatch();
+          call.check_dispatch();
+          if (halves) call.restore_inputs();
+          call.make_outputs();
+          together.wait();
+          if (r == odd && refuses)
+            ranks.refuse(r, call.combine_args(LowLatencyHalf::kBoth).call, "not today");
+          else
+            call.combine();
+          if (check_told(ranks, call, r, odd, refuses)) call.check_combine();
+          together.wait();
+        }
+      });
+    }
 }
 
 // Refusals, and calls that differ, in each slot; whoever is in trouble has answered nobody, and yet the slots come
@@ -248,24 +360,7 @@ TEST_CASE("low latency between nodes: refused and different calls are noticed, n
           } else {
             call.dispatch();
           }
-          ranks.sync(r);
-          const layout::ErrorRecord& error = ranks.world.error(r);
-          const auto kind = static_cast<layout::KernelErrorKind>(error.kind);
-          if (odd < 0) {
-            expect(error.kind == 0, "an error in a good call");
-            call.check_dispatch();
-          } else if (r == odd && refuses) {
-            expect(error.kind == 0, "an error where this rank refused");
-          } else if (r == odd) {
-            expect(kind == layout::KernelErrorKind::kCallMismatch, "no other call is told");
-          } else {
-            expect(kind == (refuses ? layout::KernelErrorKind::kPeerRefused : layout::KernelErrorKind::kCallMismatch),
-                   "nothing is told");
-            expect(error.peer == odd, "another rank is named");
-            if (refuses) expect(std::string(error.reason, error.num_reason_bytes) == "not today", "another reason");
-          }
-          if (error.kind != 0) kernels::clear_error(call.domain(), ranks.world.rank(r).host, call.stream());
-          ranks.sync(r);
+          if (check_told(ranks, call, r, odd, refuses)) call.check_dispatch();
           together.wait();
         }
       });

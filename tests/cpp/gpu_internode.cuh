@@ -165,8 +165,23 @@ class RailWorld {
     return args;
   }
 
+  virtual ~RailWorld() = default;
+
+  // Launches; over another network where these are overridden.
+  virtual void notify(int r, const internode::NotifyArgs& args) {
+    internode::notify(ranks_[r].domain, network_, args, world_.rank(r).stream);
+  }
+  virtual void dispatch(int r, const internode::DispatchArgs& args) {
+    internode::dispatch(ranks_[r].domain, network_, args, world_.rank(r).stream);
+  }
+  virtual void combine(int r, const internode::CombineArgs& args) {
+    internode::combine(ranks_[r].domain, network_, args, world_.rank(r).stream);
+  }
+  virtual void quiet(int) {}
+
   // What a reset does to the rings.
   void restart(std::uint64_t generation) {
+    for (int r = 0; r < shape_.num_ranks(); ++r) quiet(r);
     for (int r = 0; r < shape_.num_ranks(); ++r) {
       const OnGpuOf on(r);
       internode::restart_rings(ranks_[r].domain, generation, world_.rank(r).stream);
@@ -178,24 +193,24 @@ class RailWorld {
   void dispatch_all() {
     run(shape_.num_ranks(), [&](int r) {
       const auto stream = world_.rank(r).stream;
-      internode::notify(ranks_[r].domain, network_, notify_args(r, 0), stream);
-      internode::dispatch(ranks_[r].domain, network_, dispatch_args(r), stream);
+      notify(r, notify_args(r, 0));
+      dispatch(r, dispatch_args(r));
       cuda(cudaStreamSynchronize(stream));
     });
   }
   void cached_all() {
     run(shape_.num_ranks(), [&](int r) {
       const auto stream = world_.rank(r).stream;
-      internode::notify(ranks_[r].domain, network_, start_args(r, layout::CallKind::kCachedDispatch, 0), stream);
-      internode::dispatch(ranks_[r].domain, network_, dispatch_args(r, true), stream);
+      notify(r, start_args(r, layout::CallKind::kCachedDispatch, 0));
+      dispatch(r, dispatch_args(r, true));
       cuda(cudaStreamSynchronize(stream));
     });
   }
   void combine_all(Sums& sums) {
     run(shape_.num_ranks(), [&](int r) {
       const auto stream = world_.rank(r).stream;
-      internode::notify(ranks_[r].domain, network_, start_args(r, layout::CallKind::kCombine, 0), stream);
-      internode::combine(ranks_[r].domain, network_, combine_args(r, sums), stream);
+      notify(r, start_args(r, layout::CallKind::kCombine, 0));
+      combine(r, combine_args(r, sums));
       cuda(cudaStreamSynchronize(stream));
     });
   }

@@ -1,5 +1,6 @@
 // The kernels between nodes over mapped memory, against the same movement and the same sums on the host: every byte of
-// every heap and output; rings of few rows, so that a call goes round them many times.
+// every heap and output; rings of few rows, so that a call goes round them many times. The CPU runs the same file, also
+// over a network of its own (emulation/wired_test.cc).
 #include <doctest/doctest.h>
 
 #include <deep_moe/error.hpp>
@@ -13,6 +14,12 @@ using layout::NotifyOutcome;
 #define GPU_TEST_CASE(name) TEST_CASE(name* doctest::skip(no_gpu()))
 
 namespace {
+
+#ifdef DEEP_MOE_WIRED
+using Rails = WiredRails;
+#else
+using Rails = RailWorld;
+#endif
 
 constexpr double kLong = 20.0;
 
@@ -62,6 +69,8 @@ GPU_TEST_CASE("between nodes: dispatch is equal to the host, by ids and by a han
       {8, 256, 8, {130, 40}, row_shape(1024)},
       {4, 30, 4, {65, 0, 77, 20}, row_shape(7168, 56, 4, 5, 2)},
       {6, 37, 8, {9, 200, 1}, row_shape(256, 3, 1, 0, 0xff, 3)},
+      {64, 4096, 8, {70, 0, 3}, row_shape(16, 0, 4, 0, 0, 1)},
+      {1, 5, 4, {0, 0, 0, 2}, row_shape(48)},  // fewer experts than some have ranks
   };
   std::mt19937_64 random(61);
   for (RailShape rail : kRails) {
@@ -74,7 +83,7 @@ GPU_TEST_CASE("between nodes: dispatch is equal to the host, by ids and by a han
         rail.slot_bytes = slot_for(shape.rows, shape.topk, shape.id_bytes, rail.num_local_ranks, chunk);
         World world(rail.num_ranks(), 200, shape.topk, shape.num_experts, shape.id_bytes, kLong);
         Rows rows(world, 200, shape.rows);
-        RailWorld rails(world, rows, rail, 200);
+        Rails rails(world, rows, rail, 200);
         for (int call = 0; call < 3; ++call) {
           fill_random(world, rows, random, shape.num_tokens);
           rails.dispatch_all();
@@ -88,6 +97,22 @@ GPU_TEST_CASE("between nodes: dispatch is equal to the host, by ids and by a han
         }
       }
     }
+  }
+}
+
+GPU_TEST_CASE("between nodes: more tokens than notify remembers the ranks of") {
+  RailShape rail{2, 2, 3};
+  rail.slot_bytes = slot_for(row_shape(16), 3, 8, 2, 8);
+  std::mt19937_64 random(69);
+  World world(4, 1500, 3, 9, 8, kLong);
+  Rows rows(world, 1500, row_shape(16));
+  Rails rails(world, rows, rail, 1500);
+  for (const std::int64_t last : {1500, 1025, 257}) {
+    fill_random(world, rows, random, {last, 3, 256, 1024});
+    rails.dispatch_all();
+    REQUIRE_EQ(rails.errors(), "");
+    CHECK_EQ(rails.check_routes(), "");
+    CHECK_EQ(rows.check_heaps(), "");
   }
 }
 
@@ -109,7 +134,7 @@ GPU_TEST_CASE("between nodes: combine is equal to the host, rounded once more fo
       World world(rail.num_ranks(), 120, 6, 37, 8, kLong);
       Rows rows(world, 120, row);
       Sums sums(world, rows, 120, sum);
-      RailWorld rails(world, rows, rail, 120);
+      Rails rails(world, rows, rail, 120);
       rails.use_inputs(sums);
       for (int call = 0; call < 3; ++call) {
         fill_random(world, rows, random, {120, 0, 45, 88});
@@ -132,22 +157,61 @@ GPU_TEST_CASE("between nodes: a launch whose map is too small moves nothing, and
   std::mt19937_64 random(66);
   World world(4, 60, 4, 16, 8, kLong);
   Rows rows(world, 60, row_shape(512));
-  RailWorld rails(world, rows, rail, 60);
+  Rails rails(world, rows, rail, 60);
   fill_random(world, rows, random, {60, 31});
   run(4, [&](int r) {
     const auto stream = world.rank(r).stream;
     internode::DispatchArgs args = rails.dispatch_args(r);
-    internode::notify(rails.rank(r).domain, rails.network(), rails.notify_args(r, 0), stream);
+    rails.notify(r, rails.notify_args(r, 0));
     if (r % 2 == 0) {
       args.map_rows = 0;
-      internode::dispatch(rails.rank(r).domain, rails.network(), args, stream);
+      rails.dispatch(r, args);
       cuda(cudaStreamSynchronize(stream));
     }
-    internode::dispatch(rails.rank(r).domain, rails.network(), rails.dispatch_args(r), stream);
+    rails.dispatch(r, rails.dispatch_args(r));
     cuda(cudaStreamSynchronize(stream));
   });
   REQUIRE_EQ(rails.errors(), "");
   CHECK_EQ(rows.check_heaps(), "");
+}
+
+// The map of a rank whose number of rows is fixed has that many for each rank of its node.
+GPU_TEST_CASE("between nodes: who may have to forward more than its map holds is known to all before any row moves") {
+  const RailShape rail{2, 2};
+  World world(4, 60, 1, 4, 8, kLong);
+  RowShape shape = row_shape(512, 0, 4, 0, 1);
+  shape.hard_tail = 3;
+  Rows rows(world, 60, shape);
+  Rails rails(world, rows, rail, 60);
+  std::mt19937_64 random(68);
+  std::uint32_t call = 0;
+  for (const std::int64_t through : {30, 6, 7}) {  // rank 2's tokens go to rank 1 by rank 0, which takes 3 rows
+    for (int r = 0; r < 4; ++r) {
+      world.set_ids(r, std::vector<std::int64_t>(static_cast<std::size_t>(r == 2 ? through : r == 1 ? 60 : 0), 1));
+      rows.fill(r, random);
+    }
+    rows.count();
+    const bool fits = through <= 6;
+    ++call;
+    run(4, [&](int r) {
+      const auto stream = world.rank(r).stream;
+      rails.notify(r, rails.notify_args(r, call));
+      if (world.wait_outcome(r, call) != (fits ? NotifyOutcome::kRowsFit : NotifyOutcome::kTooSmallHard))
+        throw std::runtime_error("wrong outcome");
+      internode::DispatchArgs args = rails.dispatch_args(r);
+      if (r == 0) args.map_rows = 6;
+      rails.dispatch(r, args);
+      cuda(cudaStreamSynchronize(stream));
+      const layout::ErrorRecord error = world.error(r);
+      kernels::clear_error(rails.rank(r).domain.node, world.rank(r).host, stream);
+      cuda(cudaStreamSynchronize(stream));
+      if (fits) return;
+      if (error.kind != static_cast<std::uint32_t>(layout::KernelErrorKind::kTooFewRows) || error.peer != 0 ||
+          error.expected != 3 || error.seen != static_cast<std::uint64_t>((through + 1) / 2))
+        throw std::runtime_error("another error");
+    });
+    if (fits) CHECK_EQ(rows.check_heaps(), "");
+  }
 }
 
 // As launches do that a graph has kept: arguments are the same from the first call to the last.
@@ -156,7 +220,7 @@ GPU_TEST_CASE("between nodes: after a reset nothing of the generation before it 
   std::mt19937_64 random(67);
   World world(4, 90, 4, 16, 8, kLong);
   Rows rows(world, 90, row_shape(512));
-  RailWorld rails(world, rows, rail, 90);
+  Rails rails(world, rows, rail, 90);
   for (std::uint64_t generation = 0; generation < 4; ++generation) {
     if (generation > 0) rails.restart(generation);
     for (const std::int64_t most : {3, 9, 90}) {
@@ -173,7 +237,7 @@ GPU_TEST_CASE("between nodes: a refused call moves nothing anywhere and leaves t
   std::mt19937_64 random(63);
   World world(4, 100, 4, 16, 8, kLong);
   Rows rows(world, 100, row_shape(512));
-  RailWorld rails(world, rows, rail, 100);
+  Rails rails(world, rows, rail, 100);
   for (std::uint32_t call = 1; call <= 12; ++call) {
     fill_random(world, rows, random, {100, 30});
     std::vector<NotifyOutcome> outcomes(4);
@@ -182,8 +246,8 @@ GPU_TEST_CASE("between nodes: a refused call moves nothing anywhere and leaves t
       const auto stream = world.rank(r).stream;
       internode::NotifyArgs args = rails.notify_args(r, call);
       args.refused = r == refuser;
-      internode::notify(rails.rank(r).domain, rails.network(), args, stream);
-      internode::dispatch(rails.rank(r).domain, rails.network(), rails.dispatch_args(r), stream);
+      rails.notify(r, args);
+      rails.dispatch(r, rails.dispatch_args(r));
       outcomes[r] = world.wait_outcome(r, call);
       cuda(cudaStreamSynchronize(stream));
       kernels::clear_error(rails.rank(r).domain.node, world.rank(r).host, stream);
@@ -196,19 +260,55 @@ GPU_TEST_CASE("between nodes: a refused call moves nothing anywhere and leaves t
   }
 }
 
+// What waits have left half done on the ranks that did begin: counts of slots, tokens taken, chunks that nobody read.
+GPU_TEST_CASE("between nodes: a reset after a call that some ranks have not made, and the next calls") {
+  const RailShape rail{2, 2, 3};
+  std::mt19937_64 random(70);
+  World world(4, 90, 4, 16, 8, 2.0);
+  Rows rows(world, 90, row_shape(512));
+  Rails rails(world, rows, rail, 90);
+  for (std::uint64_t generation = 1; generation < 3; ++generation) {
+    fill_random(world, rows, random, {90, 41});
+    rails.dispatch_all();
+    REQUIRE_EQ(rails.errors(), "");
+    const int missing = static_cast<int>(generation);
+    run(4, [&](int r) {
+      rails.notify(r, rails.notify_args(r, 0));
+      if (r != missing) rails.dispatch(r, rails.dispatch_args(r));
+      cuda(cudaStreamSynchronize(world.rank(r).stream));
+    });
+    int failed = 0;
+    for (int r = 0; r < 4; ++r)
+      failed += world.error(r).kind == static_cast<std::uint32_t>(layout::KernelErrorKind::kTimeout);
+    CHECK_EQ(failed, 3);
+    rails.restart(generation);
+    for (int r = 0; r < 4; ++r) {
+      const OnGpuOf on(r);
+      const kernels::DeviceDomain& node = rails.rank(r).domain.node;
+      kernels::reset_state(node, 100 * generation, world.rank(r).stream);
+      kernels::clear_error(node, world.rank(r).host, world.rank(r).stream);
+      cuda(cudaStreamSynchronize(world.rank(r).stream));
+      rows.fill(r, random);
+    }
+    rails.dispatch_all();
+    REQUIRE_EQ(rails.errors(), "");
+    CHECK_EQ(rows.check_heaps(), "");
+  }
+}
+
 GPU_TEST_CASE("between nodes: another call on a rank of another rail is noticed by all") {
   const RailShape rail{2, 2};
   std::mt19937_64 random(64);
   World world(4, 50, 4, 16, 8, kLong);
   Rows rows(world, 50, row_shape(512));
-  RailWorld rails(world, rows, rail, 50);
+  Rails rails(world, rows, rail, 50);
   fill_random(world, rows, random, {50});
   run(4, [&](int r) {
     const auto stream = world.rank(r).stream;
     internode::NotifyArgs args = rails.notify_args(r, 1);
     if (r == 3) args.signature.row_bytes = 99;
-    internode::notify(rails.rank(r).domain, rails.network(), args, stream);
-    internode::dispatch(rails.rank(r).domain, rails.network(), rails.dispatch_args(r), stream);
+    rails.notify(r, args);
+    rails.dispatch(r, rails.dispatch_args(r));
     if (world.wait_outcome(r, 1) != NotifyOutcome::kMismatch) throw std::runtime_error("wrong outcome");
     cuda(cudaStreamSynchronize(stream));
   });
@@ -223,11 +323,11 @@ GPU_TEST_CASE("between nodes: a rank that does not come is waited for until the 
   std::mt19937_64 random(65);
   World world(2, 50, 4, 16, 8, 0.2);
   Rows rows(world, 50, row_shape(512));
-  RailWorld rails(world, rows, rail, 50);
+  Rails rails(world, rows, rail, 50);
   fill_random(world, rows, random, {50});
   const auto stream = world.rank(0).stream;
-  internode::notify(rails.rank(0).domain, rails.network(), rails.notify_args(0, 1), stream);
-  internode::dispatch(rails.rank(0).domain, rails.network(), rails.dispatch_args(0), stream);
+  rails.notify(0, rails.notify_args(0, 1));
+  rails.dispatch(0, rails.dispatch_args(0));
   CHECK_EQ(static_cast<int>(world.wait_outcome(0, 1)), static_cast<int>(NotifyOutcome::kFailed));
   cuda(cudaStreamSynchronize(stream));
   CHECK_EQ(world.error(0).kind, static_cast<std::uint32_t>(layout::KernelErrorKind::kTimeout));

@@ -7,6 +7,7 @@
 #include <doctest/doctest.h>
 
 #include <memory>
+#include <set>
 
 #include "gpu_world.cuh"
 #include "layout/low_latency_words.hpp"
@@ -188,7 +189,7 @@ class LowCall {
     check_untouched(result);
   }
 
-  void check_combine() {
+  void check_combine(const std::set<int>& masked = {}) {
     const std::int64_t T = shape_.num_tokens[r_];
     std::vector<char> got(static_cast<std::size_t>(out_bytes_) + 1);
     download(got.data(), out_, static_cast<std::size_t>(out_bytes_));
@@ -196,7 +197,7 @@ class LowCall {
     view.stride[0] = (in_row_ + mode_.gap) / static_cast<std::int64_t>(dtype_bytes(shape_.dtype));
     const bool pre_reduced =
         !by_expert() && (mode_.weights || !mode_.logfmt || ranks_.sums_logarithms_without_weights());
-    model_->check_combined(r_, view, pre_reduced, mode_.logfmt);
+    model_->check_combined(r_, view, pre_reduced, mode_.logfmt, masked);
     for (std::int64_t t = 0; t < T; ++t)
       for (std::int64_t i = 0; i < mode_.gap; ++i)
         expect(got[t * (in_row_ + mode_.gap) + in_row_ + i] == kLowPoison, "bytes between rows of the output");
@@ -256,6 +257,7 @@ class LowCall {
     args.by_expert = by_expert();
     args.logfmt = mode_.logfmt;
     if (args.by_expert) args.call.signature.flags |= 16;
+    if (args.logfmt) args.call.signature.flags |= 32;
     args.type = sum_type(shape_.dtype);
     args.x = y_;
     args.hidden = shape_.hidden;

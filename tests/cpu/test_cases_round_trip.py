@@ -94,10 +94,11 @@ def high_throughput(case: Case) -> Program:
 
 
 def low_latency(case: Case) -> Program:
-    """Rows as they are and as fp8; with and without hooks; summed before the link and behind it."""
+    """Rows as they are, fp8, logarithms; with and without hooks; summed before the link and behind it."""
     given, cap = case.inputs(), max(*case.tokens, 1)
     fp8 = case.payload == "plain" and case.hidden % 128 == 0
     ue8m0 = case.payload == "plain" and case.hidden % 512 == 0
+    logfmt = case.hidden % 128 == 0
     return Program(
         [
             LowLatencyDispatch(given, cap),
@@ -108,6 +109,9 @@ def low_latency(case: Case) -> Program:
                 given, cap, use_fp8=fp8, round_scale=fp8, use_ue8m0=ue8m0, weights=True, hook="late"
             ),
             LowLatencyCombine(4, seed=2, hook="now", out=True),
+            LowLatencyCombine(0, seed=3, logfmt=logfmt, out=True),
+            LowLatencyCombine(2, seed=4, logfmt=logfmt, hook="late"),
+            LowLatencyCombine(4, seed=5, logfmt=logfmt),
         ]
     )
 

@@ -114,6 +114,7 @@ def every_kind(ranks: int) -> Program:
             LowLatencyCombine(at, seed=turn, hook="late", out=turn % 2 == 1),
             LowLatencyDispatch(given, 11, use_fp8=True, use_ue8m0=turn == 1, round_scale=turn == 2),
             LowLatencyCombine(at + 4, zero_copy=True),
+            LowLatencyCombine(at + 4, seed=turn, logfmt=True, hook=("none", "now")[turn % 2], out=turn > 1),
             CachedDispatch(at + 1, case.rows(turn)),
         ]
     return Program(calls)

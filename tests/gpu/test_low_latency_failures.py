@@ -170,11 +170,15 @@ def job_mismatch(comm: Any, rank: int, name: str) -> Any:
             lambda: send(buffer, GIVEN),
             lambda: send(buffer, GIVEN, topk_weights=weights),
         ),
+        "logfmt": (
+            lambda: buffer.low_latency_combine(y, idx, weights, second[2]),
+            lambda: buffer.low_latency_combine(y, idx, weights, second[2], use_logfmt=True),
+        ),
     }
     return tried_to_the_end(buffer, calls[name][rank]), execute(good_program(), rank, [buffer])
 
 
-@pytest.mark.parametrize("name", ["dispatch-combine", "handles", "fp8", "modes", "weights"])
+@pytest.mark.parametrize("name", ["dispatch-combine", "handles", "fp8", "modes", "weights", "logfmt"])
 def test_calls_that_differ_are_named_on_both_ranks(name: str) -> None:
     results = TWO.run(job_mismatch, name)
     for tried, _ in results:

@@ -121,7 +121,7 @@ void combine(const RailDomain& domain, const MappedBlocks& network, const Combin
 
 // ---- Low latency, every rank to every other (P1 to P5); the arguments are those of one node. A call is two launches,
 // its halves, also where the caller asks for both at once: call.epoch is always needed. Staging is that of node mates,
-// layout::DirectLayout::mates_slot_bytes() a slot. No logarithms.
+// layout::DirectLayout::mates_slot_bytes() a slot.
 struct DirectDomain {
   DeviceDomain group;  // words, waits and errors by rank of the group; the workspaces of node mates alone are touched
   layout::DirectLayout layout;

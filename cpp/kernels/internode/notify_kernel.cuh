@@ -15,6 +15,32 @@ struct NotifyBlock {
   std::uint32_t trouble;
 };
 
+// A rank that takes a fixed number of rows has so many entries in its forward map for each rank of its node, and its
+// host does not look at the counts: enough, where no mate takes more rows than it. Else what it may have to forward is
+// looked at, rows for several mates counted for each. `at`: a place in the table of ranks; every rank finds the same.
+__device__ __forceinline__ bool map_is_too_small(const WaitScope& scope, const RailDomain& domain, int at) {
+  char* const mine = domain.workspaces[domain.node.rank];
+  const int L = domain.num_local_ranks(), node = at / L, rank = domain.rank_table[at];
+  const auto place_of = [&](int of) -> const layout::Place& { return domain.words.relay(mine, scope.epoch, of).place; };
+  const std::int64_t capacity = place_of(rank).capacity;
+  if ((place_of(rank).flags & layout::kPlaceHard) == 0) return false;
+  bool more = false;
+  for (int local = 0; local < L; ++local) {
+    const layout::Place& mates = place_of(domain.rank_at(node, local));
+    more = more || (mates.flags & layout::kPlaceHard) == 0 || mates.capacity > capacity;
+  }
+  if (!more) return false;
+  std::int64_t rows = 0;
+  for (int src = at % L; src < domain.num_ranks(); src += L) {  // of the same rail
+    if (src / L == node) continue;
+    const std::int32_t* counts = domain.words.relay_counts(mine, scope.epoch, domain.rank_table[src]);
+    for (int local = 0; local < L; ++local) rows += counts[domain.rank_at(node, local)];
+  }
+  if (rows <= capacity * L) return false;
+  report_too_few_rows(scope, rank, capacity, static_cast<std::uint32_t>((rows + L - 1) / L));
+  return true;
+}
+
 // X5: prefix sums over all ranks, what fits, totals of this rank's experts. All threads.
 __device__ __forceinline__ layout::NotifyOutcome sum_up(const WaitScope& scope, const RailDomain& domain,
                                                         const NotifyParams& params, const NotifyBlock& shared) {
@@ -34,6 +60,7 @@ __device__ __forceinline__ layout::NotifyOutcome sum_up(const WaitScope& scope, 
     too_small = rows > place.capacity;
     hard = too_small && (place.flags & layout::kPlaceHard) != 0;
     if (hard) report_too_few_rows(scope, thread, place.capacity, static_cast<std::uint32_t>(rows));
+    hard = hard || map_is_too_small(scope, domain, thread);
     tell_host(args.sequence, host_words.rank_rows(host) + thread, static_cast<std::uint32_t>(rows));
     tell_host(args.sequence, host_words.source_rows(host) + thread, static_cast<std::uint32_t>(counts_of(thread)[own]));
   }

@@ -72,6 +72,7 @@ class Block {
     if (++num_loads_ % 7 == 0) yield();
   }
   int live() const { return live_; }
+  std::uint64_t launch() const { return launch_; }  // another number for each block of each launch
 
   const uint3 block_idx, grid_dim, block_dim;
 
@@ -91,6 +92,7 @@ class Block {
   void leave();
 
   const std::function<void()> kernel_;
+  const std::uint64_t launch_;
   std::vector<Fiber> fibers_;
   std::deque<int> ready_;
   std::jmp_buf scheduler_;

@@ -9,13 +9,15 @@
 
 namespace deep_moe::test {
 
-// What kernels/internode/network.cuh asks for, as far as these kernels take it.
+// What kernels/internode/network.cuh asks for, as far as these kernels take it. Nobody catches what is thrown in a
+// kernel: the program ends.
 struct PortNetwork {
   cpu::OneSided* port;
 
   char* memory() const { return port->memory(); }
   void put_signal_by_block(int rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t word,
                            std::uint64_t value) const {
+    expect((to | from | bytes) % 16 == 0, "a put that is not of whole 16 bytes");
     __syncthreads();
     if (threadIdx.x == 0) port->put_signal(rank, to, from, bytes, word, value);
   }

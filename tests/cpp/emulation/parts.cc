@@ -17,6 +17,14 @@ void clear_error(const DeviceDomain& domain, char* host, Stream, bool failures) 
   }
 }
 
+void reset_state(const DeviceDomain& domain, std::uint64_t epoch, Stream) {
+  char* const base = domain.workspaces[domain.rank];
+  const std::size_t first = layout::region_offset(layout::NotifyRegion::kState, domain.num_ranks);
+  std::memset(base + first, 0, layout::region_offset(layout::NotifyRegion::kCountWords, domain.num_ranks) - first);
+  layout::NotifyState& state = domain.words.state(base);
+  state.epoch = state.reset_epoch = epoch;
+}
+
 namespace internode {
 
 alignas(16) thread_local std::uint32_t expert_counts[layout::kMaxExperts];
