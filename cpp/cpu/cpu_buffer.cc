@@ -20,11 +20,11 @@ CpuBuffer::CpuBuffer(const Bootstrap& bootstrap, const BufferOptions& options_)
     if (!gate_.destroy_wanted() && options.interrupt_check) options.interrupt_check();
     gate_.check_interrupt();
   };
-  domain_ = std::make_shared<Domain>(bootstrap, inner);
+  const auto start_threads = [this] { pool_ = std::make_unique<WorkerPool>(default_num_threads(num_ranks)); };
+  domain_ = std::make_shared<Domain>(bootstrap, inner, start_threads);
   num_nodes = domain_->topology().num_nodes();
   node = domain_->topology().node_of(rank);
   if (num_nodes > 1) rails_ = std::make_unique<Rails>(*domain_);
-  pool_ = std::make_unique<WorkerPool>(default_num_threads(num_ranks));
 }
 
 CpuBuffer::~CpuBuffer() { destroy(); }

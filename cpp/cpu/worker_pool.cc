@@ -3,16 +3,24 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string>
+#include <system_error>
 
 #include <deep_moe/error.hpp>
 
 namespace deep_moe::cpu {
 
 WorkerPool::WorkerPool(int num_threads) {
-  for (int index = 1; index < num_threads; ++index) threads_.emplace_back([this, index] { run(index); });
+  try {
+    for (int index = 1; index < num_threads; ++index) threads_.emplace_back([this, index] { run(index); });
+  } catch (const std::system_error& error) {
+    stop();
+    throw Error("cannot start " + std::to_string(num_threads) + " threads (DEEP_MOE_CPU_THREADS): " + error.what());
+  }
 }
 
-WorkerPool::~WorkerPool() {
+WorkerPool::~WorkerPool() { stop(); }
+
+void WorkerPool::stop() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

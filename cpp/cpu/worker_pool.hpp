@@ -12,7 +12,7 @@ namespace deep_moe::cpu {
 
 class WorkerPool {
  public:
-  explicit WorkerPool(int num_threads);
+  explicit WorkerPool(int num_threads);  // throws Error where the system gives no more threads
   ~WorkerPool();
   int num_threads() const { return static_cast<int>(threads_.size()) + 1; }
   // body(begin, end) over [0, count), in contiguous parts of at least `grain`. Returns when all is done.
@@ -21,6 +21,7 @@ class WorkerPool {
 
  private:
   void run(int index);
+  void stop();
   std::vector<std::thread> threads_;
   std::mutex mutex_;
   std::condition_variable start_, done_;

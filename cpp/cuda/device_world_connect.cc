@@ -205,10 +205,10 @@ void DeviceWorld::connect(const Bootstrap& bootstrap) {
   std::size_t network_bytes = 0, low_latency_bytes = 0;
   for (int peer = 0; peer < num_ranks_; ++peer) {
     const Hello& theirs = all[peer];
-    throw_failure(peer, theirs);
     if (theirs.protocol != kProtocolVersion)
       throw Error(name_of_rank(peer) + " runs another version of deep_moe (protocol " +
                   std::to_string(theirs.protocol) + ", here " + std::to_string(kProtocolVersion) + ")");
+    throw_failure(peer, theirs);
     peers_[peer].uid = theirs.uid;
     peers_[peer].local = theirs.process == hello.process;
     placements.push_back(theirs.placement);

@@ -34,7 +34,7 @@ constexpr std::int64_t kHelloMagic = 0x6d6f65;
 // Over TCP: an address may lead to a machine that has the same one by chance, so whoever connects hears an answer
 // before it believes that it is there, and says so in turn, for it may have given up meanwhile.
 constexpr int kConnectMs = 1000, kAnswerMs = 2000, kConfirmMs = 5000;
-constexpr auto kNobodyListens = std::chrono::seconds(10);
+constexpr auto kNobodyListens = std::chrono::seconds(5);
 
 struct WireSegment {
   std::int32_t id;
@@ -145,12 +145,12 @@ void ControlChannel::connect_local(int peer, const std::string& name, std::uint6
 }
 
 void ControlChannel::connect_remote(int peer, const Endpoint& endpoint, std::uint64_t group_uid, Deadline deadline) {
-  const auto start = Clock::now();
+  auto last_listened = Clock::now();  // when somebody took a connection
   const auto left = [&](int most) {
     const auto ms = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(ms, 0, most));
   };
-  bool answered = false;  // somebody took the connection
+  bool stranger = false;  // has answered once: the last attempts, for which little time is left, say less
   for (;;) {
     std::string problem = "it has no address";
     std::istringstream addresses(endpoint.addresses);
@@ -160,17 +160,20 @@ void ControlChannel::connect_remote(int peer, const Endpoint& endpoint, std::uin
         problem = std::strerror(errno);
         continue;
       }
-      answered = true;
+      last_listened = Clock::now();
       const Hello mine{group_uid, rank_, peer, kHelloMagic};
       Hello theirs{};
-      if (send_whole(fd, &mine, sizeof(mine)) && receive_whole(fd, &theirs, sizeof(theirs), left(kAnswerMs)) &&
-          theirs.magic == kHelloMagic && theirs.group_uid == group_uid && theirs.from == peer && theirs.to == rank_ &&
-          send_whole(fd, &mine, sizeof(mine)))
+      const bool answered =
+          send_whole(fd, &mine, sizeof(mine)) && receive_whole(fd, &theirs, sizeof(theirs), left(kAnswerMs));
+      if (answered && theirs.magic == kHelloMagic && theirs.group_uid == group_uid && theirs.from == peer &&
+          theirs.to == rank_ && send_whole(fd, &mine, sizeof(mine)))
         return keep(peer, fd, true);
       ::close(fd);
-      problem = "somebody else answers";
+      stranger = stranger || answered;
+      problem = "the connection was taken, but no answer came";
     }
-    if (Clock::now() >= deadline || (!answered && Clock::now() - start > kNobodyListens))
+    if (stranger) problem = "somebody else answers";
+    if (Clock::now() >= deadline || Clock::now() - last_listened > kNobodyListens)
       throw Error("rank " + std::to_string(rank_) + " cannot reach rank " + std::to_string(peer) +
                   ", which is on another machine, over TCP at " + endpoint.addresses + " port " +
                   std::to_string(endpoint.port) + ": " + problem +
@@ -179,10 +182,18 @@ void ControlChannel::connect_remote(int peer, const Endpoint& endpoint, std::uin
   }
 }
 
+int ControlChannel::accept_from(int listen_fd) const {
+  const int fd = ::accept4(listen_fd, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+    throw Error("rank " + std::to_string(rank_) + " cannot take the connection of another rank: " +
+                std::strerror(errno) + " (ulimit -n says how many files a process may open)");
+  return fd;  // below 0: who was there has gone
+}
+
 bool ControlChannel::may_accept(int peer) const { return peer > rank_ && peer < num_ranks_ && expected_[peer]; }
 
 void ControlChannel::accept_local(std::uint64_t group_uid) {
-  const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  const int fd = accept_from(listen_fd_);
   if (fd < 0) return;
   Hello hello{};
   if (has_input(fd, 1000) && ::recv(fd, &hello, sizeof(hello), 0) == sizeof(hello) && hello.magic == kHelloMagic &&
@@ -192,7 +203,7 @@ void ControlChannel::accept_local(std::uint64_t group_uid) {
 }
 
 void ControlChannel::accept_remote(std::uint64_t group_uid) {
-  const int fd = ::accept4(listen_tcp_fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  const int fd = accept_from(listen_tcp_fd_);
   if (fd < 0) return;
   set_tcp_options(fd);
   Hello theirs{}, confirmed{};

@@ -64,6 +64,7 @@ class ControlChannel {
   void connect_remote(int peer, const Endpoint& endpoint, std::uint64_t group_uid, Deadline deadline);
   void accept_local(std::uint64_t group_uid);
   void accept_remote(std::uint64_t group_uid);
+  int accept_from(int listen_fd) const;
   bool may_accept(int peer) const;
   void keep(int peer, int fd, bool remote);
   bool take_whole_message(int peer, SegmentMessage* message);

@@ -197,8 +197,9 @@ void Domain::announce_refusal(const layout::CallSignature& signature, const std:
     words.signature = signature;
     words.num_reason_bytes = copy_text(reason, words.reason, sizeof(words.reason));
     announce(words);
-  } catch (const Error&) {
-    fail(std::current_exception());  // the peers are lost or silent: the refusal itself is still what the caller sees
+  } catch (...) {
+    // The peers are lost or silent, or an interrupt has ended the wait: the refusal itself is still what the caller sees.
+    fail(std::current_exception());
   }
 }
 
@@ -244,11 +245,13 @@ void Domain::gather_announcements(const char* phase, std::uint64_t epoch) {
 
 bool Domain::peer_gone(int peer, std::string* how) {
   if (peer == rank_) return false;
+  // Asked before the word is read, which is written before the end.
+  const bool end_is_seen = !peers_[peer].local && channel_->peer_closed(peer);
   if (load_acquire(mine().word(Region::kDeparted, peer)) != 0) {
     *how = "has destroyed its Buffer";
     return true;
   }
-  if (!peers_[peer].local && channel_->peer_closed(peer)) {
+  if (end_is_seen) {
     *how = "has ended (its process is gone)";
     return true;
   }

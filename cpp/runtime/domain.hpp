@@ -31,7 +31,8 @@ void store_release(T& word, T value) {
 
 class Domain {
  public:
-  Domain(const Bootstrap& bootstrap, const BufferOptions& options);  // collective
+  // Collective. `prepare` makes what else this rank needs; its failure, too, is every rank's.
+  Domain(const Bootstrap& bootstrap, const BufferOptions& options, const std::function<void()>& prepare = {});
   ~Domain();
 
   int rank() const { return rank_; }
@@ -102,7 +103,7 @@ class Domain {
     std::vector<std::shared_ptr<Segment>> segments;  // by id, null until mapped
   };
 
-  void connect(const Bootstrap& bootstrap);
+  void connect(const Bootstrap& bootstrap, const std::function<void()>& prepare);
   std::shared_ptr<Segment> fetch_segment(int peer, int id);
   bool peer_gone(int peer, std::string* how);
   void throw_if_aborted(int waiting_for);

@@ -59,7 +59,7 @@ void set_reason(const std::exception& error, std::uint32_t* failed, char* reason
 
 }  // namespace
 
-Domain::Domain(const Bootstrap& bootstrap, const BufferOptions& options)
+Domain::Domain(const Bootstrap& bootstrap, const BufferOptions& options, const std::function<void()>& prepare)
     : rank_(bootstrap.rank),
       num_ranks_(bootstrap.size),
       options_(with_bounded_timeout(options)),
@@ -68,14 +68,14 @@ Domain::Domain(const Bootstrap& bootstrap, const BufferOptions& options)
       masked_(static_cast<std::size_t>(bootstrap.size), false),
       last_seen_(static_cast<std::size_t>(bootstrap.size), 0) {
   try {
-    connect(bootstrap);
+    connect(bootstrap, prepare);
   } catch (...) {
     forget_local_segments(uid_);
     throw;
   }
 }
 
-void Domain::connect(const Bootstrap& bootstrap) {
+void Domain::connect(const Bootstrap& bootstrap, const std::function<void()>& prepare) {
   const auto gather = [&](const auto& mine) {
     using Entry = std::decay_t<decltype(mine)>;
     std::vector<Entry> all(static_cast<std::size_t>(num_ranks_));
@@ -108,6 +108,7 @@ void Domain::connect(const Bootstrap& bootstrap) {
     channel_ = std::make_unique<ControlChannel>(rank_, num_ranks_);
     std::memcpy(hello.socket_name, channel_->name().c_str(), channel_->name().size() + 1);
     workspace_segment_ = HostSegment::create(layout::workspace_bytes(num_ranks_));
+    if (prepare) prepare();
   } catch (const std::exception& error) {
     own_error = std::current_exception();
     set_reason(error, &hello.failed, hello.reason);
@@ -122,10 +123,10 @@ void Domain::connect(const Bootstrap& bootstrap) {
   for (int peer = 0; peer < num_ranks_; ++peer) {
     const Hello& theirs = all[peer];
     const std::string who = "rank " + std::to_string(peer);
-    if (theirs.failed) throw Error(who + " could not make its Buffer: " + theirs.reason);
     if (theirs.protocol != kProtocolVersion)
       throw Error(who + " runs another version of deep_moe (protocol " + std::to_string(theirs.protocol) + ", here " +
                   std::to_string(kProtocolVersion) + ")");
+    if (theirs.failed) throw Error(who + " could not make its Buffer: " + theirs.reason);
     if (theirs.machine != hello.machine)
       throw Error(who + " is on another machine than rank " + std::to_string(rank_) +
                   ": the CPU backend reaches the ranks of one machine only");

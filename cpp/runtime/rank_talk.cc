@@ -194,14 +194,16 @@ void RankTalk::wait(const char* phase, const std::function<int()>& first_missing
 
 bool RankTalk::peer_gone(int peer, std::string* how) {
   if (peer == rank_) return false;
-  take_messages();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  // Asked before the messages are taken: the last one of who closes says why.
+  const bool end_is_seen = !options_.same_process[static_cast<std::size_t>(peer)] && channel_.peer_closed(peer);
+  take_messages();
   const Peer& entry = peers_[static_cast<std::size_t>(peer)];
   if (entry.departed) {
     *how = "has destroyed its Buffer" + (entry.failure.empty() ? "" : ", which had failed (" + entry.failure + "),");
     return true;
   }
-  if (entry.closed || (!options_.same_process[static_cast<std::size_t>(peer)] && channel_.peer_closed(peer))) {
+  if (entry.closed || end_is_seen) {
     *how = channel_.is_remote(peer) ? "has ended (its process is gone, or its machine cannot be reached)"
                                     : "has ended (its process is gone)";
     return true;

@@ -81,6 +81,29 @@ TEST_CASE("a rank that refuses many calls in a row does not run away from its pe
   }));
 }
 
+TEST_CASE("a wait of a refused call may be interrupted by any exception") {
+  check_all(run_threads(2, [](const Bootstrap& bootstrap) {
+    BufferOptions options = with_timeout(20);
+    if (bootstrap.rank == 0) options.interrupt_check = [] { throw std::logic_error("interrupted"); };
+    Buffer buffer(bootstrap, options);
+    if (bootstrap.rank == 0) {
+      Call bad(4, kHidden, 99);
+      // Its peer comes to none of them, so one of them waits; the next finds what has failed the Buffer.
+      const auto refuse_until_failed = [&] {
+        for (;;) {
+          try {
+            buffer.dispatch(bad.args);
+          } catch (const ArgumentError&) {
+          }
+        }
+      };
+      expect_throw<std::logic_error>(refuse_until_failed, "interrupted");
+    }
+    char nothing = 0, all[2];
+    bootstrap.all_gather(&nothing, all, 1);
+  }));
+}
+
 TEST_CASE("different calls raise on every rank and name both") {
   for (const Form form : kForms) {
     check_all(run_ranks(form, 3, [](const Bootstrap& bootstrap) {

@@ -3,6 +3,8 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -64,7 +66,10 @@ struct Rank {
     options.rank = rank;
     options.num_ranks = bootstrap.size;
     options.timeout_seconds = timeout;
-    options.other = [this](int peer, ControlChannel::SegmentMessage& message) { other.emplace_back(peer, message); };
+    options.other = [this](int peer, ControlChannel::SegmentMessage& message) {
+      other.emplace_back(peer, message);
+      if (on_other) on_other();
+    };
     options.lost = [this](int peer, bool dead) { lost.emplace_back(peer, dead); };
     talk = std::make_unique<RankTalk>(channel, mutex, std::move(options));
   }
@@ -75,6 +80,7 @@ struct Rank {
   std::unique_ptr<RankTalk> talk;
   std::vector<std::pair<int, ControlChannel::SegmentMessage>> other;
   std::vector<std::pair<int, bool>> lost;
+  std::function<void()> on_other;
 };
 
 std::string text_of(int rank, int round) {
@@ -102,6 +108,8 @@ double seconds_of(const std::function<void()>& body) {
   body();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
+
+void pause_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 int bound_to(const char* address, std::uint16_t port) {
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -288,6 +296,81 @@ TEST_CASE("a machine that cannot be reached is named, with what to set") {
   }));
 }
 
+TEST_CASE("who takes the connection and says nothing is told from a stranger that answers") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    for (const bool answers : {false, true}) {
+      int stranger = -1;
+      const auto wrong = [&](std::vector<ControlChannel::Route>* routes) {
+        stranger = bound_to("127.0.0.2", (*routes)[0].endpoint.port);
+        std::strcpy((*routes)[0].endpoint.addresses, "127.0.0.2");
+      };
+      if (bootstrap.rank == 0) {
+        expect_throw<TimeoutError>([&] { Rank(bootstrap, "ab", 1.0); }, "waited for rank 1 to connect");
+        continue;
+      }
+      std::thread other;
+      expect_throw<Error>(
+          [&] {
+            Rank(bootstrap, "ab", 1.0, [&](std::vector<ControlChannel::Route>* routes) {
+              wrong(routes);
+              if (!answers) return;
+              other = std::thread([stranger] {
+                for (int fd; (fd = ::accept(stranger, nullptr, nullptr)) >= 0; ::close(fd))
+                  send_whole(fd, std::string(64, 'x').data(), 64);
+              });
+            });
+          },
+          answers ? "somebody else answers" : "no answer came");
+      ::shutdown(stranger, SHUT_RDWR);  // ends the accept
+      if (other.joinable()) other.join();
+      ::close(stranger);
+    }
+  }));
+}
+
+TEST_CASE("a rank that has given up is not knocked at for ever") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  check_all(run_processes(2, [](const Bootstrap& bootstrap) {
+    std::vector<ControlChannel::Route> routes(2);
+    ControlChannel channel(bootstrap.rank, 2);
+    Endpoint mine = channel.listen_to_machines(), all[2];
+    bootstrap.all_gather(&mine, all, sizeof(mine));
+    if (bootstrap.rank == 0) {
+      pause_ms(500);  // rank 1 is connected, and waits for an answer
+      return channel.close();
+    }
+    routes[0] = {true, true, "", all[0]};
+    const double seconds = seconds_of(
+        [&] { expect_throw<Error>([&] { channel.connect(routes, 1, 60.0); }, "cannot reach rank 0, which is on"); });
+    expect(seconds < 30.0, "long before the deadline, after " + std::to_string(seconds) + " s");
+  }));
+}
+
+TEST_CASE("a rank that cannot take connections says why") {
+  const Setting loopback("DEEP_MOE_SOCKET_IFNAME", "lo");
+  for (const std::string hosts : {"aa", "ab"}) {
+    check_all(run_processes(2, [&](const Bootstrap& bootstrap) {
+      const auto no_more_files = [](std::vector<ControlChannel::Route>*) {
+        const int next = ::dup(0);
+        ::close(next);
+        rlimit limit;
+        expect(::getrlimit(RLIMIT_NOFILE, &limit) == 0, "the limit of descriptors");
+        limit.rlim_cur = static_cast<rlim_t>(next);
+        expect(::setrlimit(RLIMIT_NOFILE, &limit) == 0, "a limit of descriptors");
+      };
+      if (bootstrap.rank == 0) {
+        expect_throw<Error>([&] { Rank(bootstrap, hosts, 20.0, no_more_files); },
+                            "rank 0 cannot take the connection of another rank: Too many open files");
+      } else if (hosts == "ab") {
+        expect_throw<Error>([&] { Rank(bootstrap, hosts, 1.0); }, "cannot reach rank 0");
+      } else {
+        Rank(bootstrap, hosts, 20.0);
+      }
+    }));
+  }
+}
+
 TEST_CASE("interfaces that are not there are named") {
   const Setting wrong("DEEP_MOE_SOCKET_IFNAME", "lo,no-such-interface");
   ControlChannel channel(0, 2);
@@ -324,6 +407,42 @@ TEST_CASE("who has destroyed its Buffer says why, also to other machines") {
                                 "rank 1 has destroyed its Buffer while");
     expect(std::count(me.lost.begin(), me.lost.end(), std::pair(1, false)) == 1, "it has left nothing undone");
   }));
+}
+
+TEST_CASE("who destroys its Buffer between two looks has not ended") {
+  struct Shared {
+    std::atomic<int> ready, leave, left;
+  };
+  auto* const shared = new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+      Shared{};
+  const auto wait_for = [](const std::atomic<int>& word) {
+    for (int ms = 0; word == 0 && ms < 10000; ++ms) pause_ms(1);
+    expect(word != 0, "the others come");
+  };
+  check_all(run_processes(3, [&](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "abc", 20.0);
+    exchange_rounds(me, 3, 1);
+    if (me.rank == 1) {
+      wait_for(shared->leave);
+      me.talk->depart(true, "it had enough");
+      shared->left = 1;
+      return;
+    }
+    if (me.rank == 2) {
+      wait_for(shared->ready);
+      me.talk->send(0, RankTalk::kOther, 0, 0, "a message behind which rank 1 leaves");
+      return wait_for(shared->left);
+    }
+    // Rank 1 has been looked at, and has said nothing, when rank 2's message is taken.
+    me.on_other = [&] {
+      shared->leave = 1;
+      wait_for(shared->left);
+    };
+    shared->ready = 1;
+    expect_throw<PeerLostError>([&] { me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); }); },
+                                "rank 1 has destroyed its Buffer, which had failed (it had enough), while");
+  }));
+  ::munmap(shared, sizeof(Shared));
 }
 
 TEST_CASE("a rank that does not come is waited for as long as said, and all agree on a reset") {
