@@ -198,7 +198,8 @@ void Domain::announce_refusal(const layout::CallSignature& signature, const std:
     words.num_reason_bytes = copy_text(reason, words.reason, sizeof(words.reason));
     announce(words);
   } catch (...) {
-    // The peers are lost or silent, or an interrupt has ended the wait: the refusal itself is still what the caller sees.
+    // The peers are lost or silent, or an interrupt has ended the wait: the refusal itself is still what the caller
+    // sees.
     fail(std::current_exception());
   }
 }

@@ -413,8 +413,8 @@ TEST_CASE("who destroys its Buffer between two looks has not ended") {
   struct Shared {
     std::atomic<int> ready, leave, left;
   };
-  auto* const shared = new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
-      Shared{};
+  auto* const shared =
+      new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Shared{};
   const auto wait_for = [](const std::atomic<int>& word) {
     for (int ms = 0; word == 0 && ms < 10000; ++ms) pause_ms(1);
     expect(word != 0, "the others come");
