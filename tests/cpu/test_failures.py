@@ -52,7 +52,7 @@ def test_f1_sleeper_is_named_and_reset_mends(mode: str, form: str) -> None:
     given = CASE.inputs()
 
     def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(None, comm=comm, timeout=0.5)
+        buffer = deep_moe.Buffer(None, comm=comm, timeout=0.8)
         sent, packed = fused(buffer, given), low(buffer, given)
         idx, weights = given.topk_idx[rank], given.topk_weights[rank]
         calls: dict[str, Callable[[], Any]] = {
@@ -63,7 +63,7 @@ def test_f1_sleeper_is_named_and_reset_mends(mode: str, form: str) -> None:
         }
         comm.allgather(None)
         if rank == 1:
-            time.sleep(1.5)
+            time.sleep(1.8)
         tried = attempt(calls[mode])
         tried.value = None
         again = attempt(lambda: fused(buffer, given))
@@ -76,7 +76,7 @@ def test_f1_sleeper_is_named_and_reset_mends(mode: str, form: str) -> None:
     (tried, again, checked, good0), (late, late_again, _, good1) = run_ranks(rank_main, 2, form=form)
     for one in (tried, again, checked):
         one.must_be(deep_moe.DeepMoeTimeoutError, r"rank 1\b", mode)
-    assert 0.4 < tried.seconds < 3.0 and again.seconds < 0.3, (tried, again)
+    assert 0.7 < tried.seconds < 5.0 and again.seconds < 0.7, (tried, again)
     if not mode.startswith("low_latency"):  # there the late rank finds all it needs, sent before it came
         late.must_be(deep_moe.Error)
     late_again.must_be(deep_moe.Error)

@@ -63,7 +63,7 @@ def test_send_half_does_not_wait_for_a_late_peer(form: str) -> None:
             lambda: buffer.low_latency_combine(first[0], idx, weights, first[2], return_recv_hook=True),
         ):
             if rank == 1:
-                time.sleep(0.6)
+                time.sleep(1.5)
             sent = attempt(call)
             received = attempt(sent.value[4 if len(sent.value) == 5 else 2])
             seconds.append((sent.seconds, received.seconds))
@@ -72,7 +72,7 @@ def test_send_half_does_not_wait_for_a_late_peer(form: str) -> None:
 
     (early, _) = run_ranks(rank_main, 2, form=form)
     for send_seconds, receive_seconds in early:
-        assert send_seconds < 0.3 < receive_seconds, early
+        assert send_seconds < 0.7 < receive_seconds, early
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -220,7 +220,7 @@ def test_silent_rank_is_masked_instead_of_a_failure(form: str) -> None:
     """After the time-out the others go on without it and do not wait again; all ranks together unmask it."""
 
     def rank_main(comm: Any, rank: int) -> Any:
-        buffer = deep_moe.Buffer(None, comm=comm, timeout=0.7, enable_shrink=True)
+        buffer = deep_moe.Buffer(None, comm=comm, timeout=1.0, enable_shrink=True)
         masked_exchange(buffer, THREE.inputs())
         comm.allgather(None)
         tried = [attempt(lambda: masked_exchange(buffer, THREE.inputs())) for _ in range(2 * (rank != 2))]
@@ -234,7 +234,7 @@ def test_silent_rank_is_masked_instead_of_a_failure(form: str) -> None:
         assert all(one is None or one.error is None for one in attempts), attempts
         check_masked([one and one.value for one in attempts], {2})
     for tried, _ in results[:2]:
-        assert tried[0].seconds > 0.5 > tried[1].seconds, tried
+        assert tried[0].seconds > 0.8 > tried[1].seconds, tried
     check_masked([whole for _, whole in results], set())
 
 
