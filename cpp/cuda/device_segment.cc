@@ -72,7 +72,7 @@ MemoryKind memory_kind(const std::string& name) {
   for (const MemoryKind kind : {MemoryKind::kAuto, MemoryKind::kDescriptor, MemoryKind::kFabric, MemoryKind::kIpc}) {
     if (name == memory_kind_name(kind)) return kind;
   }
-  throw ArgumentError("kind of device memory: got '" + name + "', expected auto, fd, fabric or ipc");
+  throw ArgumentError("DEEP_MOE_DEVICE_MEMORY: got '" + name + "', expected auto, fd, fabric or ipc");
 }
 
 DeviceSegment::DeviceSegment(int device, MemoryKind kind)

@@ -312,7 +312,9 @@ bool ControlChannel::receive_segment(int peer, SegmentMessage* message, bool* cl
   header.msg_iovlen = 1;
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
-  const ssize_t got = ::recvmsg(fds_[peer], &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  ssize_t got = ::recvmsg(fds_[peer], &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  // Said once, ahead of what the peer has sent, where it closed with messages unread.
+  if (got < 0 && errno == ECONNRESET) got = ::recvmsg(fds_[peer], &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0) {
     if (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) *closed = ended_[peer] = true;
     return false;

@@ -67,9 +67,13 @@ void poll_until(const WaitRules& rules, const char* phase, const std::function<i
       last_look_for_life = now;
       std::string how;
       // What the peer wrote before it went is still seen: look once more after its end was noticed.
-      if (blamed != rules.rank && rules.peer_gone(blamed, &how) && first_missing() == blamed)
-        throw PeerLostError("rank " + std::to_string(blamed) + " " + how + " while rank " + std::to_string(rules.rank) +
-                            " waited for " + who());
+      if (blamed != rules.rank && rules.peer_gone(blamed, &how)) {
+        const int still_missing = first_missing();
+        if (still_missing < 0) return;
+        if (still_missing == blamed)
+          throw PeerLostError("rank " + std::to_string(blamed) + " " + how + " while rank " +
+                              std::to_string(rules.rank) + " waited for " + who());
+      }
     }
     if (now >= deadline)
       throw TimeoutError("rank " + std::to_string(rules.rank) + " waited " +

@@ -81,6 +81,7 @@ class BufferBase:
     enable_shrink: bool
     device: torch.device
     runtime: _C.Buffer
+    num_nodes: int
     key: str  # names the Buffer in this process, for operators that take no objects
 
     def __init__(
@@ -144,6 +145,7 @@ class BufferBase:
             self.device.index if self.device.type == "cuda" else -1,
             bool(use_fabric or allow_mnnvl),
         )
+        self.num_nodes = self.runtime.get_num_rdma_ranks()
         self._comm_stream: torch.cuda.ExternalStream | None = None
         if self.device.type == "cuda":
             self._comm_stream = cuda.ExternalStream(self.runtime.comm_stream, self.device)

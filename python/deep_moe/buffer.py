@@ -71,6 +71,7 @@ class Buffer(LowLatencyCalls):
     Attributes:
         group, rank, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode, device: as given; with
             ``comm`` alone, group is that.
+        num_nodes: how many nodes the ranks are on.
         num_sms: of the class; what :meth:`set_num_sms` has set.
         runtime: the compiled object behind this one.
         key: a name of this Buffer in its process, by which :mod:`deep_moe.nn` finds it.
@@ -348,8 +349,7 @@ class Buffer(LowLatencyCalls):
         )
         made = None
         if new_handle is not None:
-            between = self.runtime.get_num_rdma_ranks() > 1
-            made = handle_type(between, expert_major)._make(new_handle)
+            made = handle_type(self.num_nodes > 1, expert_major)._make(new_handle)
         event = self._event(
             async_finish,
             x,

@@ -445,6 +445,29 @@ TEST_CASE("who destroys its Buffer between two looks has not ended") {
   ::munmap(shared, sizeof(Shared));
 }
 
+TEST_CASE("who leaves without having read all has still said why") {
+  for (const std::string hosts : {"aa", "ab"}) {
+    for (const std::string failure : {"", "it had enough"}) {
+      check_all(run_processes(2, [&](const Bootstrap& bootstrap) {
+        Rank me(bootstrap, hosts, 20.0);
+        char nothing = 0, all[2];
+        const auto meet = [&] { bootstrap.all_gather(&nothing, all, 1); };
+        exchange_rounds(me, 2, 1);
+        if (me.rank == 0) me.talk->send(1, RankTalk::kOther, 0, 0, "a message that rank 1 leaves unread");
+        meet();
+        if (me.rank == 1) me.talk->depart(true, failure);
+        meet();
+        if (me.rank == 1) return;
+        const std::string why = failure.empty() ? "" : ", which had failed (it had enough),";
+        // Nothing is sent first: who sends is told of the end in place of who receives.
+        const auto wait = [&] { me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); }); };
+        expect_throw<PeerLostError>(wait, "rank 1 has destroyed its Buffer" + why + " while");
+        expect(me.lost == std::vector{std::pair(1, !failure.empty())}, "it has left, and is dead where it had failed");
+      }));
+    }
+  }
+}
+
 TEST_CASE("a rank that does not come is waited for as long as said, and all agree on a reset") {
   for (const Form form : {Form::kProcesses, Form::kThreads}) {
     check_all(run_ranks(form, 4, [](const Bootstrap& bootstrap) {

@@ -1,6 +1,9 @@
 // How waits of the host end.
 #include <doctest/doctest.h>
 
+#include <chrono>
+#include <thread>
+
 #include <deep_moe/error.hpp>
 
 #include "runtime/poll.hpp"
@@ -29,4 +32,15 @@ TEST_CASE("a wait for words ends with a time-out, a lost peer or an interrupt") 
   int looks = 0;
   poll_until(rules, "notify", [&] { return ++looks > 2000 ? -1 : 2; }, describe);
   CHECK(looks == 2001);
+}
+
+TEST_CASE("what a peer has said before its end counts at the deadline too") {
+  bool gone = false;
+  const auto until_gone = [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the deadline passes before the first look for life
+    return gone ? -1 : 1;
+  };
+  const WaitRules rules{2, 0.01, {}, [&](int, std::string*) { return gone = true; }};
+  poll_until(rules, "notify", until_gone, [](int) { return std::string("its last word"); });
+  CHECK(gone);
 }

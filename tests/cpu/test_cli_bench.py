@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -19,10 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--ranks", "2", "--tokens", "32", "--hidden", "256", "--experts", "8", "--topk", "2", "--iters", "3")
 
 
-def deep_moe(*arguments: str, program: str = "-m deep_moe") -> subprocess.CompletedProcess[str]:
+def deep_moe(
+    *arguments: str, program: str = "-m deep_moe", **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs the command line in a process of its own."""
     command = [sys.executable, *program.split(" "), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    environment = os.environ | variables
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
 
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -197,3 +201,11 @@ def test_version_and_help() -> None:
     shown = deep_moe("bench", "--help")
     assert shown.returncode == 0
     assert "--compare" in shown.stdout
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_help_shows_defaults(command: str) -> None:
+    """Whatever draws the texts takes nothing in them for markup."""
+    shown = deep_moe(command, "--help", COLUMNS="200").stdout
+    assert "Experts over all ranks (default: 64; GPUs: 256)." in shown
+    assert not re.search(r" \.\s", shown)

@@ -27,6 +27,7 @@ from deep_moe.comm import ThreadComm
 from ..support.attempts import attempt
 from ..support.device import on_cpu, settle, where
 from ..support.inputs import Case, Inputs
+from ..support.program import cut_into_nodes
 from ..support.ranks import run_job, run_ranks
 
 CASES = [
@@ -37,6 +38,7 @@ CASES = [
     Case("none", (3, 4), hidden=32, experts=6, topk=2, routing="none"),
     Case("alone", (7,), hidden=32, experts=4, topk=2),
 ]
+FOUR = Case("nodes", (6, 0, 5, 7), hidden=32, experts=10, topk=3, routing="mixed")
 
 
 def rows_of(given: Inputs, rank: int) -> Tensor:
@@ -164,6 +166,23 @@ def test_gradients_are_those_of_the_dense_layer(case: Case, worst: bool, form: s
     same_gradients(case, run_job(job_gradients, (case, worst), ranks=len(case.tokens), form=form))
 
 
+def job_between_nodes(comm: Any, rank: int, work: tuple[Case, int, bool]) -> Any:
+    case, local_ranks, worst = work
+    with cut_into_nodes(comm, local_ranks):
+        return gradients(case, comm, rank, worst)
+
+
+@pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
+@pytest.mark.parametrize("local_ranks", [1, 2])
+def test_gradients_between_nodes(local_ranks: int, worst: bool, form: str) -> None:
+    same_gradients(FOUR, run_job(job_between_nodes, (FOUR, local_ranks, worst), ranks=4, form=form))
+
+
+def job_by_handle_between_nodes(comm: Any, rank: int, case: Case) -> Any:
+    with cut_into_nodes(comm, 2):
+        return job_by_handle(comm, rank, case)
+
+
 def job_what_comes_back(comm: Any, rank: int, case: Case) -> Any:
     buffer, given = deep_moe.Buffer(None, comm=comm), case.inputs()
     x, idx, weights = (where(buffer, part[rank]) for part in (given.x, given.topk_idx, given.topk_weights))
@@ -230,9 +249,16 @@ def job_by_handle(comm: Any, rank: int, case: Case) -> Any:
 
 
 def test_gradients_of_weights_bias_and_dispatch_by_handle(form: str) -> None:
-    case = CASES[1]
+    gradients_by_handle(CASES[1], job_by_handle, form)
+
+
+def test_gradients_by_handle_between_nodes(form: str) -> None:
+    gradients_by_handle(FOUR, job_by_handle_between_nodes, form)
+
+
+def gradients_by_handle(case: Case, job: Callable[[Any, int, Case], Any], form: str) -> None:
     given, ranks = case.inputs(), len(case.tokens)
-    results = run_job(job_by_handle, case, ranks=ranks, form=form)
+    results = run_job(job, case, ranks=ranks, form=form)
     for rank, (out, summed, *grads) in enumerate(results):
         idx = given.topk_idx[rank]
         times = reference.layout(idx, case.experts, ranks).is_token_in_rank.sum(1, keepdim=True)
@@ -321,6 +347,17 @@ def test_compiled_without_a_graph_break(case: Case, worst: bool, form: str) -> N
     same_gradients(case, run_job(job_compiled, (case, worst), ranks=len(case.tokens), form=form, timeout=200))
 
 
+def job_compiled_between_nodes(comm: Any, rank: int, case: Case) -> Any:
+    as_new(comm, rank)
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    with cut_into_nodes(comm, 2):
+        return gradients(case, comm, rank, backend="aot_eager")
+
+
+def test_compiled_between_nodes(form: str) -> None:
+    same_gradients(FOUR, run_job(job_compiled_between_nodes, FOUR, ranks=4, form=form, timeout=200))
+
+
 def job_inductor(comm: Any, rank: int, case: Case) -> Any:
     as_new(comm, rank)
     torch._inductor.config.compile_threads = 1
@@ -367,10 +404,11 @@ def test_shapes_on_a_gpu_as_the_compiler_sees_them(worst: int) -> None:
             x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
             idx = torch.empty(4, 2, dtype=torch.int64, device="cuda:0")
             weights = torch.empty(4, 2, device="cuda:0")
-            *received, counts, h0, h1, h2, h3, meta = moe.ops.dispatch(
-                "none", x, idx, weights, 10, 4, 3, worst, 1, False
+            *received, counts, h0, h1, h2, h3, h4, h5, h6, meta = moe.ops.dispatch(
+                "none", x, idx, weights, 10, 4, 3, 1, worst, 1, False
             )
-            handle = [h0, h1, h2, h3, meta]
+            handle = moe.ops.handle_parts([h0, h1, h2, h3, h4, h5, h6, meta], 1)
+            assert [tensor.numel() for tensor in (h4, h5, h6)] == [0, 0, 0] and handle[-1] is meta
             back = moe.ops.combine("none", received[0], handle, received[2], None, False)
             again = moe.ops.dispatch_by_handle("none", x, weights, handle)
             rows = received[0].shape[0]
@@ -389,6 +427,27 @@ def test_shapes_on_a_gpu_as_the_compiler_sees_them(worst: int) -> None:
     assert shapes == [[0 if worst else 4], [9 if worst else 12], [4, 64], [4, 2]]
 
 
+@pytest.mark.parametrize("worst", [0, 24])
+def test_shapes_between_nodes_on_gpus_as_the_compiler_sees_them(worst: int) -> None:
+    """As a GPU's dispatch between 3 nodes of 2 ranks gives them: columns of ranks and nodes side by side."""
+
+    def rank_main(comm: Any, rank: int) -> Any:
+        with FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True)):
+            x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
+            idx = torch.empty(4, 2, dtype=torch.int64, device="cuda:0")
+            *_, h2, h3, h4, h5, h6, meta = moe.ops.dispatch(
+                "none", x, idx, None, 12, 2, 6, 3, worst, 1, False
+            )
+            sizes = [[int(size) for size in tensor.shape] for tensor in (h2, h3, h4, h5, meta)]
+            forwarded = int(h6.shape[0]) if worst else "any"
+            return sizes, [tensor.stride() for tensor in (h2, h3, h4, h5)], forwarded, int(h6.shape[1])
+
+    ((sizes, strides, forwarded, width),) = run_ranks(rank_main, 1)
+    assert sizes == [[4, 6], [4, 6], [4, 3], [2, 3], [10 if worst else 16]]
+    assert strides == [(9, 1), (9, 1), (9, 1), (3, 1)]
+    assert (forwarded, width) == (48 if worst else "any", 2)
+
+
 ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -397,9 +456,10 @@ def job_rules(comm: Any, rank: int, work: tuple[Case, int]) -> Any:
     as_new(comm, rank)
     buffer = deep_moe.Buffer(None, comm=comm)
     x, idx, weights = mine(buffer, case.inputs())
-    call = (buffer.key, x, idx, weights, case.experts, case.experts, 1, worst, 1, False)
-    bare = (buffer.key, x, idx, None, case.experts, case.experts, 1, worst, 1, False)
-    rows, _, of_rows, _, *handle = (part.detach() for part in moe.ops.dispatch(*call))
+    call = (buffer.key, x, idx, weights, case.experts, case.experts, 1, 1, worst, 1, False)
+    bare = (buffer.key, x, idx, None, case.experts, case.experts, 1, 1, worst, 1, False)
+    rows, _, of_rows, _, *parts = (part.detach() for part in moe.ops.dispatch(*call))
+    handle = moe.ops.handle_parts(parts, 1)
     for tensor in (rows, of_rows):
         tensor.requires_grad_()
     bias = leaf(buffer, torch.ones(case.tokens[0], case.hidden))
@@ -415,6 +475,23 @@ def job_rules(comm: Any, rank: int, work: tuple[Case, int]) -> Any:
         checks = ALL_CHECKS[:3] if op is moe.ops.dispatch else ALL_CHECKS
         torch.library.opcheck(op, arguments, test_utils=checks)
     return len(handle)
+
+
+def job_rules_between_nodes(comm: Any, rank: int, case: Case) -> Any:
+    as_new(comm, rank)
+    with cut_into_nodes(comm, 1):
+        buffer = deep_moe.Buffer(None, comm=comm)
+    x, idx, weights = mine(buffer, case.inputs())
+    call = (buffer.key, x, idx, weights, case.experts, case.experts // 2, 2, 2, 0, 1, False)
+    torch.library.opcheck(moe.ops.dispatch, call, test_utils=("test_schema", "test_faketensor"))
+    comm.allgather(None)
+    return True
+
+
+def test_operators_keep_torchs_rules_between_nodes(process_form: str) -> None:
+    """What the fake kernel says of shapes and strides is what comes."""
+    case = Case("pair", (4, 3), hidden=32, experts=6, topk=2)
+    assert all(run_job(job_rules_between_nodes, case, form=process_form, timeout=200))
 
 
 @pytest.mark.parametrize("worst", [0, 20])
@@ -441,3 +518,17 @@ def test_a_buffer_that_is_gone() -> None:
 
     ((key, tried),) = run_ranks(rank_main, 1)
     tried.must_be(ReferenceError, key, "keep the Buffer")
+
+
+def test_a_refusal_reaches_the_peers() -> None:
+    def rank_main(comm: Any, rank: int) -> Any:
+        buffer = deep_moe.Buffer(None, comm=comm, timeout=20)
+        x, idx = torch.ones(2, 32), torch.zeros(2, 1, dtype=torch.int64)
+        worst = {"num_worst_tokens": 4, "async_finish": True} if rank == 1 else {}
+        tried = attempt(lambda: moe.dispatch(buffer, x, idx, num_experts=2, **worst))  # type: ignore[arg-type]
+        moe.dispatch(buffer, x, idx, num_experts=2)
+        return tried
+
+    heard, refused = run_ranks(rank_main, 2)
+    refused.must_be(ValueError, "async_finish", "num_worst_tokens")
+    heard.must_be(deep_moe.PeerRefusedError, "rank 1", "num_worst_tokens")

@@ -26,12 +26,18 @@ def test_gradients_between_processes(worst: bool, process_form: str) -> None:
     on_cpus.test_gradients_are_those_of_the_dense_layer(CASES[0], worst, process_form)
 
 
+@pytest.mark.parametrize("worst", [False, True], ids=["exact", "worst"])
+def test_gradients_between_nodes(worst: bool, form: str) -> None:
+    on_cpus.test_gradients_between_nodes(2, worst, form)
+
+
 @pytest.mark.parametrize(
     "test",
     [
         on_cpus.test_what_comes_back,
         on_cpus.test_a_tail_of_old_nans_stays_out_of_the_gradients,
         on_cpus.test_gradients_of_weights_bias_and_dispatch_by_handle,
+        on_cpus.test_gradients_by_handle_between_nodes,
         on_cpus.test_gradients_of_gradients,
         on_cpus.test_overlap_by_the_events_context,
     ],

@@ -1,5 +1,6 @@
-"""The pages: fenced blocks that say `python run` do run, and links inside the repository lead somewhere."""
+"""The pages: blocks that say `python run` do run, links and environment variables are there."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -46,5 +47,35 @@ def test_block_runs(page: Path, line: int, code: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     prose = FENCE.sub("", page.read_text())
-    targets = [link.split("#")[0] for link in LINK.findall(prose) if not re.match(r"[a-z]+:|#", link)]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    links = [link.partition("#") for link in LINK.findall(prose) if not re.match(r"[a-z]+:", link)]
+    places = [((page.parent / file) if file else page, anchor) for file, _, anchor in links]
+    assert [str(file) for file, _ in places if not file.exists()] == []
+    dangling = [(str(file), a) for file, a in places if a and file.suffix == ".md" and a not in anchors(file)]
+    assert dangling == []
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """What may stand behind the # of a link to this page, as GitHub makes it of the headings."""
+    prose = FENCE.sub("", page.read_text())
+    titles = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        for title in re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    ]
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', prose))
+
+
+def test_variables_are_those_that_are_read() -> None:
+    """docs/variables.md has every DEEP_MOE_ variable that the library or the package asks for, no other."""
+    asked = set()
+    for path in [
+        *(ROOT / "cpp").rglob("*.cc"),
+        *(ROOT / "cpp").rglob("*.cu"),
+        *(ROOT / "cpp").rglob("*.hpp"),
+    ]:
+        asked |= set(re.findall(r'getenv\("(DEEP_MOE_\w+)"', path.read_text()))
+    for path in (ROOT / "python").rglob("*.py"):
+        asked |= set(re.findall(r'"(DEEP_MOE_[A-Z_0-9]+)"', path.read_text()))
+    page = (ROOT / "docs" / "variables.md").read_text()
+    assert set(re.findall(r"^\| `(DEEP_MOE_\w+)` ", page, re.MULTILINE)) == asked

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+# Defaults that depend on the machine stand in the texts, in round brackets: square ones are taken for markup.
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 Number = int | None
@@ -69,31 +70,33 @@ def root(
 @app.command()
 def bench(
     ranks: Annotated[
-        Number, typer.Option(help="Ranks [default: one a GPU, 2 on one GPU, 4 on the CPU].")
+        Number, typer.Option(help="Ranks (default: one a GPU, 2 on one GPU, 4 on the CPU).")
     ] = None,
-    device: Annotated[Text, typer.Option(help="auto, cpu or cuda.")] = None,
+    device: Annotated[Text, typer.Option(help="auto, cpu or cuda (default: auto).")] = None,
     tokens: Annotated[
-        Text, typer.Option(help="Tokens a rank, or 64,512,4096: a run each [default: 512; GPUs: 4096].")
+        Text, typer.Option(help="Tokens a rank, or 64,512,4096: a run each (default: 512; GPUs: 4096).")
     ] = None,
-    ll_tokens: Annotated[Number, typer.Option(help="Tokens a rank in LL mode [default: up to 128].")] = None,
-    hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048; GPUs: 7168].")] = None,
-    experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64; GPUs: 256].")] = None,
-    topk: Annotated[Number, typer.Option(help="Experts a token [default: 8].")] = None,
+    ll_tokens: Annotated[Number, typer.Option(help="Tokens a rank in LL mode (default: up to 128).")] = None,
+    hidden: Annotated[Number, typer.Option(help="Hidden size (default: 2048; GPUs: 7168).")] = None,
+    experts: Annotated[Number, typer.Option(help="Experts over all ranks (default: 64; GPUs: 256).")] = None,
+    topk: Annotated[Number, typer.Option(help="Experts a token (default: 8).")] = None,
     groups: Annotated[Number, typer.Option(help="Expert groups of the gate, 0 = none.")] = None,
     topk_groups: Annotated[Number, typer.Option(help="Groups a token may use.")] = None,
-    gate: Annotated[Text, typer.Option(help="softmax or sigmoid.")] = None,
-    dtype: Annotated[Text, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    gate: Annotated[Text, typer.Option(help="softmax or sigmoid (default: softmax).")] = None,
+    dtype: Annotated[Text, typer.Option(help="bf16, fp16 or fp32 (default: bf16).")] = None,
     fp8: Annotated[
         Flag, typer.Option("--fp8/--no-fp8", help="Dispatch fp8 rows with scales in HT mode too.")
     ] = None,
-    mode: Annotated[Text, typer.Option(help="ht, ll or both.")] = None,
+    mode: Annotated[Text, typer.Option(help="ht, ll or both (default: both; GPUs: ht).")] = None,
     model: Annotated[
         Text, typer.Option(help="Take the shape of a published model, for example DeepSeek-V3.")
     ] = None,
     text: Annotated[
-        Text, typer.Option(help="Route the words of this file [default: a text of the package].")
+        Text, typer.Option(help="Route the words of this file (default: a text of the package).")
     ] = None,
-    routing: Annotated[Text, typer.Option(help="text, or made-up routes: uniform, zipf or hot.")] = None,
+    routing: Annotated[
+        Text, typer.Option(help="text, or made-up routes: uniform, zipf or hot (default: text).")
+    ] = None,
     trace: Annotated[
         Text, typer.Option(help="Route by a saved top-k array: .npy or .pt, [..., T, K].")
     ] = None,
@@ -101,7 +104,7 @@ def bench(
         Text, typer.Option(help="Time torch.distributed too: gloo, or nccl on several GPUs.")
     ] = None,
     num_sms: Annotated[
-        Text, typer.Option(help="GPUs: SMs a rank, one number or 8,12,16,24 [default: the library's].")
+        Text, typer.Option(help="GPUs: SMs a rank, one number or 8,12,16,24 (default: the library's).")
     ] = None,
     graph: Annotated[Flag, typer.Option("--graph", help="GPUs: calls in CUDA graphs too.")] = None,
     overlap: Annotated[Flag, typer.Option("--overlap", help="GPUs: a GEMM beside a dispatch.")] = None,
@@ -111,14 +114,14 @@ def bench(
     expert_major: Annotated[
         Flag, typer.Option("--expert-major", help="GPUs: rows by expert, beside torch's permute.")
     ] = None,
-    iters: Annotated[Number, typer.Option(help="Timed pairs [default: 20]; GPUs: chains [10].")] = None,
-    warmup: Annotated[Number, typer.Option(help="Those before them [default: 3; GPUs: 1].")] = None,
+    iters: Annotated[Number, typer.Option(help="Timed pairs (default: 20); GPUs: chains (10).")] = None,
+    warmup: Annotated[Number, typer.Option(help="Those before them (default: 3; GPUs: 1).")] = None,
     check: Annotated[
         Flag, typer.Option("--check/--no-check", help="Compare with a dense computation.")
     ] = None,
-    ffn: Annotated[Number, typer.Option(help="Inner width of the experts [default: 16].")] = None,
-    seed: Annotated[Number, typer.Option(help="Seed of weights and made-up routes [default: 0].")] = None,
-    timeout: Annotated[Real, typer.Option(help="Seconds for the whole run [default: 600].")] = None,
+    ffn: Annotated[Number, typer.Option(help="Inner width of the experts (default: 16).")] = None,
+    seed: Annotated[Number, typer.Option(help="Seed of weights and made-up routes (default: 0).")] = None,
+    timeout: Annotated[Real, typer.Option(help="Seconds for the whole run (default: 600).")] = None,
     json: Annotated[File, typer.Option(help="Write parameters, machine and all rows to this file.")] = None,
     plot: Annotated[
         File, typer.Option(help="Draw bars, or curves over tokens or SMs, to this file (needs matplotlib).")
@@ -185,27 +188,27 @@ def plot(
 @app.command()
 def tune(
     ranks: Annotated[
-        Number, typer.Option(help="Ranks [default: one a GPU, 2 on one GPU, 4 on the CPU].")
+        Number, typer.Option(help="Ranks (default: one a GPU, 2 on one GPU, 4 on the CPU).")
     ] = None,
-    device: Annotated[Text, typer.Option(help="auto, cpu or cuda.")] = None,
-    tokens: Annotated[Number, typer.Option(help="Tokens a rank [default: 512; GPUs: 4096].")] = None,
-    hidden: Annotated[Number, typer.Option(help="Hidden size [default: 2048; GPUs: 7168].")] = None,
-    experts: Annotated[Number, typer.Option(help="Experts over all ranks [default: 64; GPUs: 256].")] = None,
-    topk: Annotated[Number, typer.Option(help="Experts a token [default: 8].")] = None,
+    device: Annotated[Text, typer.Option(help="auto, cpu or cuda (default: auto).")] = None,
+    tokens: Annotated[Number, typer.Option(help="Tokens a rank (default: 512; GPUs: 4096).")] = None,
+    hidden: Annotated[Number, typer.Option(help="Hidden size (default: 2048; GPUs: 7168).")] = None,
+    experts: Annotated[Number, typer.Option(help="Experts over all ranks (default: 64; GPUs: 256).")] = None,
+    topk: Annotated[Number, typer.Option(help="Experts a token (default: 8).")] = None,
     model: Annotated[Text, typer.Option(help="Take the shape of a published model.")] = None,
-    dtype: Annotated[Text, typer.Option(help="bf16, fp16 or fp32.")] = None,
+    dtype: Annotated[Text, typer.Option(help="bf16, fp16 or fp32 (default: bf16).")] = None,
     fp8: Annotated[Flag, typer.Option("--fp8/--no-fp8", help="GPUs: tune fp8 rows too.")] = None,
-    routing: Annotated[Text, typer.Option(help="text, uniform, zipf or hot.")] = None,
+    routing: Annotated[Text, typer.Option(help="text, uniform, zipf or hot (default: text).")] = None,
     numbers: Annotated[
-        Text, typer.Option(help="SMs a rank to try [default: 8,12,16,20,24,32]; on the CPU threads.")
+        Text, typer.Option(help="SMs a rank to try (default: 8,12,16,20,24,32); on the CPU threads.")
     ] = None,
-    iters: Annotated[Number, typer.Option(help="Timed pairs; GPUs: chains [default: 20].")] = None,
-    timeout: Annotated[Real, typer.Option(help="Seconds for a run [default: 600].")] = None,
+    iters: Annotated[Number, typer.Option(help="Timed pairs; GPUs: chains (default: 20).")] = None,
+    timeout: Annotated[Real, typer.Option(help="Seconds for a run (default: 600).")] = None,
     source: Annotated[
         File, typer.Option("--from", help="Choose from a JSON file of deep-moe bench on GPUs; run nothing.")
     ] = None,
     output: Annotated[
-        File, typer.Option(help="The tuning file [default: DEEP_MOE_TUNING_FILE, or the user's].")
+        File, typer.Option(help="The tuning file (default: DEEP_MOE_TUNING_FILE, or the user's).")
     ] = None,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Write the tuning file.")] = True,
 ) -> None:

@@ -144,4 +144,4 @@ def find_settings() -> Finding:
     """The variables that choose transport, lane and NIC."""
     here = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NVSHMEM_")}
     text = " ".join(f"{name}={value}" for name, value in here.items())
-    return Finding("ok", "nvshmem env", text or "none set: NVSHMEM's own defaults")
+    return Finding("ok", "nvshmem env", text or "none set: the defaults of deep_moe and NVSHMEM")

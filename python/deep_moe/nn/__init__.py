@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..buffer import Buffer
 from ..events import EventOverlap
-from ..handles import DispatchHandle
+from ..handles import DispatchHandle, InternodeDispatchHandle
 from . import ops
 
 __all__ = ["Combined", "Dispatched", "combine", "dispatch", "dispatch_by_handle"]
@@ -33,7 +33,7 @@ class Dispatched(NamedTuple):
     """[N, K] float32, 0 where the id is -1. Has gradients."""
     num_tokens_per_expert: Tensor | None
     """[L] int64 on the CPU: entries of topk_idx for each local expert; None with num_worst_tokens."""
-    handle: DispatchHandle
+    handle: DispatchHandle | InternodeDispatchHandle
     """For :func:`combine` and :func:`dispatch_by_handle`."""
     event: EventOverlap
     """What to wait for if ``async_finish``; otherwise there is nothing to wait for."""
@@ -82,13 +82,15 @@ def dispatch(
         ValueError, TypeError: wrong arguments, as :meth:`deep_moe.Buffer.dispatch`.
     """
     if async_finish and num_worst_tokens:
-        raise ValueError(
-            "async_finish=True together with num_worst_tokens: the call fills the rows behind; pass one"
-        )
+        with buffer._dispatch_checks:  # so that the peers do not wait
+            raise ValueError(
+                "async_finish=True together with num_worst_tokens: the call fills the rows behind; pass one"
+            )
     num_ranks = buffer.group_size
     num_local_experts = num_experts // num_ranks + int(buffer.rank < num_experts % num_ranks)
     later = async_finish and not torch.compiler.is_compiling()
-    rows, ids, weights, counts, *handle = ops.dispatch(
+    num_nodes = buffer.num_nodes
+    rows, ids, weights, counts, *parts = ops.dispatch(
         buffer.key,
         x,
         topk_idx,
@@ -96,16 +98,18 @@ def dispatch(
         num_experts,
         num_local_experts,
         num_ranks,
+        num_nodes,
         num_worst_tokens,
         expert_alignment,
         later,
     )
+    handle = ops.handle_parts(parts, num_nodes)
     return Dispatched(
         rows,
         ids,
         None if topk_weights is None else weights,
         None if num_worst_tokens else counts,
-        DispatchHandle(*handle),
+        InternodeDispatchHandle(*handle) if num_nodes > 1 else DispatchHandle(*handle),
         EventOverlap(ops.take_event() if later else None),
     )
 
@@ -113,7 +117,7 @@ def dispatch(
 def combine(
     buffer: Buffer,
     x: Tensor,
-    handle: DispatchHandle,
+    handle: DispatchHandle | InternodeDispatchHandle,
     topk_weights: Tensor | None = None,
     bias: Tensor | None = None,
     *,
@@ -143,7 +147,7 @@ def combine(
     )
 
 
-def dispatch_by_handle(buffer: Buffer, x: Tensor, handle: DispatchHandle) -> Tensor:
+def dispatch_by_handle(buffer: Buffer, x: Tensor, handle: DispatchHandle | InternodeDispatchHandle) -> Tensor:
     """Sends the rows of ``x`` the ways of an earlier dispatch. Collective, and so is its backward.
 
     Args:

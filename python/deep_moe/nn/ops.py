@@ -16,12 +16,11 @@ from torch.library import custom_op, get_ctx
 
 from .._base import find_buffer
 from ..events import EventHandle, EventOverlap
-from ..handles import DispatchHandle
 
-__all__ = ["combine", "dispatch", "dispatch_by_handle", "take_event"]
+__all__ = ["combine", "dispatch", "dispatch_by_handle", "handle_parts", "take_event"]
 
 NUM_ARRIVED, NUM_RECV = 2, 1  # words of a handle's meta
-META_WORDS = 9  # on a GPU that knows its counts one more for each rank
+META_WORDS = 9  # on a GPU that knows its counts R more; on GPUs of several nodes one more
 
 _last = threading.local()
 
@@ -36,6 +35,11 @@ def take_event() -> EventHandle | None:
 def _leave_event(event: EventOverlap, later: bool) -> None:
     if later:
         _last.event = event.event
+
+
+def handle_parts(parts: Sequence[Tensor], num_nodes: int) -> list[Tensor]:
+    """A handle's tensors, of those that :func:`dispatch` gives: within a node three of them are empty."""
+    return list(parts) if num_nodes > 1 else [*parts[:4], parts[7]]
 
 
 def _clear_tail(rows: Tensor, handle: Sequence[Tensor]) -> Tensor:
@@ -56,8 +60,9 @@ def _none(like: Tensor) -> Tensor:
     "deep_moe::dispatch",
     mutates_args=(),
     schema="(str buffer, Tensor x, Tensor topk_idx, Tensor? topk_weights, int num_experts, "
-    "int num_local_experts, int num_ranks, SymInt num_worst_tokens, int expert_alignment, bool async_finish) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "int num_local_experts, int num_ranks, int num_nodes, SymInt num_worst_tokens, int expert_alignment, "
+    "bool async_finish) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+    "Tensor, Tensor)",
 )
 def dispatch(
     buffer: str,
@@ -67,11 +72,12 @@ def dispatch(
     num_experts: int,
     num_local_experts: int,
     num_ranks: int,
+    num_nodes: int,
     num_worst_tokens: int,
     expert_alignment: int,
     async_finish: bool,
 ) -> tuple[Tensor, ...]:
-    """``(rows, ids, weights, counts, *handle)``"""
+    """``(rows, ids, weights, counts, *handle)``, with as many outputs on one node as between several."""
     rows, ids, weights, counts, handle, event = find_buffer(buffer).dispatch(
         x.contiguous(),
         topk_idx=topk_idx.contiguous(),
@@ -85,6 +91,8 @@ def dispatch(
     if num_worst_tokens:
         _clear_tail(rows, handle)
     assert ids is not None
+    if num_nodes == 1:
+        handle = (*handle[:4], *(x.new_empty(0, dtype=torch.int32) for _ in range(3)), handle[4])
     return (
         rows,
         ids,
@@ -103,6 +111,7 @@ def _(
     num_experts: int,
     num_local_experts: int,
     num_ranks: int,
+    num_nodes: int,
     num_worst_tokens: int,
     expert_alignment: int,
     async_finish: bool,
@@ -110,7 +119,24 @@ def _(
     padded = not (isinstance(num_worst_tokens, int) and num_worst_tokens == 0)
     num_recv = num_worst_tokens if padded else get_ctx().new_dynamic_size()
     num_tokens, topk = topk_idx.shape
-    known = num_ranks if x.device.type == "cuda" and not padded else 0
+    on_gpu, between = x.device.type == "cuda", num_nodes > 1
+    known = num_ranks if on_gpu and not padded else 0
+    # Between nodes on a GPU the columns for ranks and those for nodes lie side by side.
+    pitch = num_ranks + num_nodes if on_gpu and between else 0
+
+    def table(width: int, dtype: torch.dtype) -> Tensor:
+        return x.new_empty_strided((num_tokens, width), (pitch or width, 1), dtype=dtype)
+
+    words = [x.new_empty(0, dtype=torch.int32) for _ in range(3)]
+    if between:
+        num_local_ranks = num_ranks // num_nodes
+        known_rows = on_gpu and padded
+        num_forwarded: Any = num_recv * num_local_ranks if known_rows else get_ctx().new_dynamic_size()
+        words = [
+            table(num_nodes, torch.int32),
+            x.new_empty((2, num_nodes) if on_gpu else (num_nodes,), dtype=torch.int32),
+            x.new_empty((num_forwarded, num_local_ranks), dtype=torch.int32),
+        ]
     return (
         x.new_empty((num_recv, x.shape[1])),
         topk_idx.new_empty((num_recv, topk)),
@@ -118,15 +144,16 @@ def _(
         torch.empty(0 if padded else num_local_experts, dtype=torch.int64),
         x.new_empty((num_ranks, num_ranks), dtype=torch.int32),
         x.new_empty(num_recv, dtype=torch.int32),
-        x.new_empty((num_tokens, num_ranks), dtype=torch.bool),
-        x.new_empty((num_tokens, num_ranks), dtype=torch.int32),
-        torch.empty(META_WORDS + known, dtype=torch.int64),
+        table(num_ranks, torch.bool),
+        table(num_ranks, torch.int32),
+        *words,
+        torch.empty(META_WORDS + known + int(on_gpu and between), dtype=torch.int64),
     )
 
 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.buffer, ctx.has_weights = inputs[0], inputs[3] is not None
-    ctx.save_for_backward(output[1], *output[4:])
+    ctx.save_for_backward(output[1], *handle_parts(output[4:], inputs[7]))
 
 
 def _dispatch_backward(
@@ -136,7 +163,7 @@ def _dispatch_backward(
     # A weight is 0 by definition where its expert is elsewhere; only its owner's rank knows its gradient.
     of_mine = torch.where(ids >= 0, grad_weights, 0.0) if ctx.has_weights else None
     grad_x, grad_topk = combine(ctx.buffer, grad_rows, handle, of_mine, None, False)
-    return None, grad_x, None, grad_topk if ctx.has_weights else None, *([None] * 6)
+    return None, grad_x, None, grad_topk if ctx.has_weights else None, *([None] * 7)
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_context)
@@ -206,7 +233,7 @@ def combine(
     """``(sums, weights)``"""
     summed, weights, event = find_buffer(buffer).combine(
         x.contiguous(),
-        DispatchHandle(*handle),
+        tuple(handle),
         topk_weights=None if topk_weights is None else topk_weights.contiguous(),
         bias=None if bias is None else bias.contiguous(),
         async_finish=async_finish,
