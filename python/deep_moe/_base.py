@@ -246,9 +246,9 @@ class BufferBase:
         """Bytes and blocks of this rank's memory. Local.
 
         Returns:
-            Of the heap: heap_bytes, in ``segments`` pieces; live_bytes, in live_blocks, of received tensors and
-            whatever else is in use, and peak_bytes, the most of them so far; free_bytes, of which
-            largest_free_bytes lie in one piece; quarantined_bytes, which stay live until :meth:`reset` because
+            Of the heap: heap_bytes, in ``segments`` pieces; live_bytes, in live_blocks, of received tensors
+            and whatever else is in use, and peak_bytes, the most of them so far; free_bytes, of which
+            largest_free_bytes lie in one piece; quarantined_bytes, which stay live until :meth:`reset`, for
             a peer that was given up may still write there. Beside the heap: ll_staging_bytes.
         """
         return self.runtime.memory_stats()
