@@ -12,8 +12,8 @@ INTRODUCTION = """# C++ API
 Written by `ci/api_reference.py --write` from the headers in
 [cpp/include/deep_moe](../../cpp/include/deep_moe), whose comments it repeats. [docs/cpp.md](../cpp.md) shows
 how they are used. All names are in the namespace `deep_moe`. Words: R ranks, T tokens of a rank, H hidden, E
-experts, K top-k, L experts of a rank, N received rows, M the cap on T of low-latency calls; where nodes are
-meant, N nodes of L ranks.
+experts, K top-k, L experts of a rank, N received rows, P rows by expert, M the cap on T of low-latency calls;
+between nodes D nodes of S ranks.
 """
 NAME = re.compile(r"^(?:template .*\n)?(?:struct|class|enum class) (\w+)|(\w+)\(|(\w+)(?:\[\w*\])? = ")
 

@@ -35,9 +35,9 @@ INTRODUCTION = """# Python API
 
 Written by `ci/api_reference.py --write` from the docstrings. The C++ headers are on [their own page](cpp.md).
 
-Words: R ranks, T tokens of a rank, H hidden, E experts, K top-k, L experts of a rank, N received rows, M the
-cap on T of low-latency calls. Shapes and dtypes stand as `[T, H] float32`. Unless something else is said,
-tensors are on the Buffer's device.
+Words: R ranks, T tokens of a rank, H hidden, E experts, K top-k, L experts of a rank, N received rows, P rows
+by expert, D nodes, M the cap on T of low-latency calls. Shapes and dtypes stand as `[T, H] float32`. Unless
+something else is said, tensors are on the Buffer's device.
 """
 WIDTH = 100
 SHAPE = re.compile(r"\[[^\]`]+\]")

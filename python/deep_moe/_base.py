@@ -243,11 +243,13 @@ class BufferBase:
         return scratch.view(dtype).view(shape)
 
     def memory_stats(self) -> dict[str, int]:
-        """Bytes and blocks of this rank's heap. Local.
+        """Bytes and blocks of this rank's memory. Local.
 
         Returns:
-            heap_bytes, live_bytes, live_blocks, quarantined_bytes, peak_bytes, free_bytes, segments,
-            largest_free_bytes, ll_staging_bytes.
+            Of the heap: heap_bytes, in ``segments`` pieces; live_bytes, in live_blocks, of received tensors
+            and whatever else is in use, and peak_bytes, the most of them so far; free_bytes, of which
+            largest_free_bytes lie in one piece; quarantined_bytes, which stay live until :meth:`reset`, for
+            a peer that was given up may still write there. Beside the heap: ll_staging_bytes.
         """
         return self.runtime.memory_stats()
 

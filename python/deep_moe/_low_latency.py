@@ -50,7 +50,8 @@ class LowLatencyCalls(BufferBase):
         Args:
             x: ``[T, H]`` bfloat16, float16 or float32; or ``(data [T, H], scales [T, S])`` of any element
                 types, which travel as they are and need ``use_fp8=False``.
-            topk_idx: ``[T, K]`` int64 or int32, global expert ids, -1 for none; contiguous.
+            topk_idx: ``[T, K]`` int64 or int32, global expert ids, -1 for none; contiguous. Others raise;
+                on GPUs with ``DEEP_MOE_CHECK=1`` alone.
             num_max_dispatch_tokens_per_rank: M, the same on all ranks; T <= M.
             num_experts: E.
             cumulative_local_expert_recv_stats: ``[L]`` int32; the received rows are added to it.
@@ -214,8 +215,7 @@ class LowLatencyCalls(BufferBase):
         """Fills ``mask_status``, ``[R]`` int32, contiguous, on the Buffer's device: 1 = masked. Local.
 
         Raises:
-            ValueError, TypeError: another shape or dtype. Error: the Buffer was made without
-                ``enable_shrink``.
+            ValueError, TypeError: another shape or dtype, or the Buffer was made without ``enable_shrink``.
         """
         self.runtime.query_mask(mask_status)
 

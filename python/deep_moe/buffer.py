@@ -177,12 +177,12 @@ class Buffer(LowLatencyCalls):
             allocate_on_comm_stream: results belong to the communication stream; needs both of the above.
 
         Returns:
-            ``(num_tokens_per_rank [R] int32, num_tokens_per_rdma_rank [N] int32, num_tokens_per_expert [E]
-            int32, is_token_in_rank [T, R] bool, event)``. The second counts the tokens that go to each node
-            and is None where there is one. Ordinary tensors.
+            ``(num_tokens_per_rank [R] int32, num_tokens_per_rdma_rank [D] int32, num_tokens_per_expert [E]
+            int32, is_token_in_rank [T, R] bool, event)``. The second counts the tokens that go to each of
+            the D nodes and is None where there is one. Ordinary tensors.
 
         Raises:
-            ValueError: an id outside [-1, E), or a wrong shape. TypeError: a wrong dtype.
+            ValueError: a wrong shape; on the CPU also an id outside [-1, E). TypeError: a wrong dtype.
         """
         behind = check_streams(previous_event, async_finish, allocate_on_comm_stream)
         per_rank, per_node, per_expert, in_rank = self.runtime.get_dispatch_layout(
@@ -267,7 +267,7 @@ class Buffer(LowLatencyCalls):
 
         - ``topk_idx`` and ``num_experts=``: layout and dispatch in one step, the fast way;
         - ``topk_idx`` and what :meth:`get_dispatch_layout` returned, E being the length of the counts;
-        - ``is_token_in_rank`` and ``num_tokens_per_expert`` without ids (on the CPU);
+        - ``is_token_in_rank`` and ``num_tokens_per_expert`` without ids;
         - ``handle`` of an earlier dispatch: the same rows go the same ways again, without ids and weights.
 
         All tensors are on the Buffer's device. x and the others may be changed once the event is over.
@@ -277,15 +277,16 @@ class Buffer(LowLatencyCalls):
                 ``(data [T, H], scales [T, S] or [T])``, scales with any strides. Bytes travel as they are.
             handle: what an earlier dispatch returned; any tuple of its tensors.
             num_tokens_per_rank: ``[R]`` int32, of get_dispatch_layout.
-            num_tokens_per_rdma_rank: ``[N]`` int32, of get_dispatch_layout; may be left out.
+            num_tokens_per_rdma_rank: ``[D]`` int32, of get_dispatch_layout; may be left out.
             is_token_in_rank: ``[T, R]`` bool, of get_dispatch_layout.
             num_tokens_per_expert: ``[E]`` int32, of get_dispatch_layout.
-            topk_idx: ``[T, K]`` int64 or int32, global expert ids, -1 for none; contiguous.
+            topk_idx: ``[T, K]`` int64 or int32, global expert ids, -1 for none; contiguous. Others raise;
+                on GPUs with ``DEEP_MOE_CHECK=1`` alone.
             topk_weights: ``[T, K]`` float32.
             expert_alignment: each entry of the returned count list is rounded up to a multiple of it.
             num_worst_tokens: if not 0, the number of rows of all results, whatever arrives: ids and sources
-                are -1 and weights 0 past the rows that arrived. Too small a number raises ValueError on every
-                rank.
+                are -1, weights 0 and rows anything past those that arrived. Too small a number raises
+                ValueError on every rank.
             config: tuning numbers, as of :meth:`get_dispatch_config`; None: the SMs of :meth:`set_num_sms`.
             previous_event, async_finish, allocate_on_comm_stream: as in :meth:`get_dispatch_layout`.
             num_experts: E.

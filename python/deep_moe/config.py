@@ -99,7 +99,7 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
 
 
 def check_config(config: Any, num_sms: int) -> int:
-    """``config`` of a call: a Config, or None for the tuned one. Gives its SMs, without one ``num_sms``."""
+    """``config`` of a call: a Config, or None. Gives its SMs, without one ``num_sms``."""
     if config is None:
         return num_sms
     if not isinstance(config, Config):

@@ -34,11 +34,11 @@ class DispatchHandle(NamedTuple):
     send_index: Tensor
     """[T, R] int32: the row that the token became there, or -1."""
     meta: Tensor
-    """[9] int64: sizes of the call."""
+    """[9] int64: sizes of the call; on GPUs more."""
 
 
 class InternodeDispatchHandle(NamedTuple):
-    """Of the high-throughput mode between N nodes of L ranks. F rows came from peers on other nodes."""
+    """Of the high-throughput mode between D nodes of S ranks. F rows came from peers on other nodes."""
 
     rank_prefix_matrix: Tensor
     """[R, R] int32, as in :class:`DispatchHandle`, and so are the next three."""
@@ -49,12 +49,12 @@ class InternodeDispatchHandle(NamedTuple):
     send_index: Tensor
     """[T, R] int32."""
     send_rdma_index: Tensor
-    """[T, N] int32: which of this rank's rows for that node the token is; -1 for none and at its own node."""
+    """[T, D] int32: which of this rank's rows for that node the token is; -1 for none and at its own node."""
     recv_rdma_rank_prefix_sum: Tensor
-    """[N] int32: rows that came from this rank's peers on the nodes up to and including this one. On GPUs
-    [2, N]: below it the rows sent to the peer on each node."""
+    """[D] int32: rows that came from this rank's peers on the nodes up to and including this one. On GPUs
+    [2, D]: below it the rows sent to the peer on each node."""
     send_nvl_index: Tensor
-    """[F, L] int32: the row that each of them became at each rank of this node, or -1. On GPUs with
+    """[F, S] int32: the row that each of them became at each rank of this node, or -1. On GPUs with
     num_worst_tokens there are as many rows as there could be, and those past F hold nothing."""
     meta: Tensor
     """[9] int64: sizes of the call; on GPUs more."""
@@ -73,13 +73,13 @@ class ExpertMajorHandle(NamedTuple):
     """[T, R] int32."""
     expert_offsets: Tensor
     """[L + 1] int32: where each expert's group begins, the last being P. ``expert_offsets[1:]`` is what
-    ``torch._grouped_mm`` takes as ``offs``."""
+    ``torch.nn.functional.grouped_mm`` takes as ``offs``."""
     expert_counts: Tensor
     """[L] int32: rows of each group, without the padding behind them."""
     expert_rows: Tensor
     """[N, K] int32: the expert-major row that each entry of a received row became, or -1."""
     meta: Tensor
-    """[9] int64: sizes of the call."""
+    """[9] int64: sizes of the call; on GPUs more."""
 
 
 class InternodeExpertMajorHandle(NamedTuple):
@@ -94,11 +94,11 @@ class InternodeExpertMajorHandle(NamedTuple):
     send_index: Tensor
     """[T, R] int32."""
     send_rdma_index: Tensor
-    """[T, N] int32."""
+    """[T, D] int32."""
     recv_rdma_rank_prefix_sum: Tensor
-    """[N] int32, on GPUs [2, N]."""
+    """[D] int32, on GPUs [2, D]."""
     send_nvl_index: Tensor
-    """[F, L] int32."""
+    """[F, S] int32."""
     expert_offsets: Tensor
     """[L + 1] int32, as in :class:`ExpertMajorHandle`, and so are the next two."""
     expert_counts: Tensor

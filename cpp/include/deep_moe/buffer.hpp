@@ -62,11 +62,11 @@ struct DispatchHandle {
   TensorView recv_src_idx;        // [N] i32, source token of each received row; -1 past the end
   TensorView is_token_in_rank;    // [T, R] bool
   TensorView send_index;          // [T, R] i32, row index of the token at that rank, or -1
-  // Between nodes only, N of L ranks each; on one node undefined. F rows came from this rank's peers on other nodes.
-  TensorView send_rdma_index;            // [T, N] i32, which of this rank's rows for that node the token is, or -1
-  TensorView recv_rdma_rank_prefix_sum;  // [N] i32, rows from the peers on nodes up to this one; on GPUs [2, N], with
+  // Between nodes only, D of S ranks each; on one node undefined. F rows came from this rank's peers on other nodes.
+  TensorView send_rdma_index;            // [T, D] i32, which of this rank's rows for that node the token is, or -1
+  TensorView recv_rdma_rank_prefix_sum;  // [D] i32, rows from the peers on nodes up to this one; on GPUs [2, D], with
                                          // the rows to the peer on each node below
-  TensorView send_nvl_index;             // [F, L] i32, final index at each rank of this node, or -1
+  TensorView send_nvl_index;             // [F, S] i32, final index at each rank of this node, or -1
   // Of expert-major rows only: P of them, L local experts. N stays the number of rows that crossed the links.
   TensorView expert_offsets;  // [L + 1] i32, where each expert's group begins; the last is P
   TensorView expert_counts;   // [L] i32, rows of each group; its padding is behind them
@@ -84,7 +84,7 @@ struct OwnedDispatchHandle {
 
 struct LayoutResult {
   Tensor num_tokens_per_rank;       // [R] i32
-  Tensor num_tokens_per_rdma_rank;  // [N] i32, tokens for each node; undefined on one node
+  Tensor num_tokens_per_rdma_rank;  // [D] i32, tokens for each of D nodes; undefined on one node
   Tensor num_tokens_per_expert;     // [E] i32
   Tensor is_token_in_rank;          // [T, R] bool
 };
@@ -92,7 +92,8 @@ struct LayoutResult {
 // One of: topk_idx and num_experts; a handle; is_token_in_rank and num_tokens_per_expert.
 struct DispatchArgs {
   Payload x;
-  TensorView topk_idx;      // [T, K] i64 or i32; undefined in cached mode
+  TensorView topk_idx;      // [T, K] i64 or i32; undefined in cached mode. GPUs look for ids that are no experts with
+                            // DEEP_MOE_CHECK=1 alone
   TensorView topk_weights;  // [T, K] f32, or undefined
   std::int64_t num_experts = 0;
   // Only read where topk_idx is undefined and there is no handle: rows go where is_token_in_rank [T, R] bool says, and

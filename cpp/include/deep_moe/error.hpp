@@ -1,4 +1,4 @@
-// Typed errors. Each maps one to one to a Python exception of the same name.
+// Typed errors. Each maps one to one to a Python exception of the same name, TimeoutError to DeepMoeTimeoutError.
 #pragma once
 
 #include <stdexcept>
