@@ -2,12 +2,22 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <utility>
 
 #include <deep_moe/error.hpp>
 
 #include "runtime/poll.hpp"
 
 namespace deep_moe {
+namespace {
+
+// Of numbers that come round.
+bool is_before(int a, int b) {
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(a) - static_cast<std::uint32_t>(b)) < 0;
+}
+
+}  // namespace
 
 RankTalk::RankTalk(ControlChannel& channel, std::recursive_mutex& mutex, Options options)
     : channel_(channel),
@@ -59,6 +69,17 @@ void RankTalk::take_messages() {
   }
 }
 
+int RankTalk::missing(const std::function<bool(Peer& peer)>& is_here) {
+  int first = -1;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    Peer& entry = peers_[static_cast<std::size_t>(peer)];
+    if (peer == rank_ || is_here(entry)) continue;
+    if (entry.departed || entry.closed) return peer;
+    if (first < 0) first = peer;
+  }
+  return first;
+}
+
 std::vector<RankTalk::Said> RankTalk::exchange(const char* phase, std::uint64_t value, const std::string& text) {
   int round = 0;
   {
@@ -74,9 +95,7 @@ std::vector<RankTalk::Said> RankTalk::exchange(const char* phase, std::uint64_t 
   const auto first_missing = [&] {
     take_messages();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (int peer = 0; peer < num_ranks_; ++peer)
-      if (peer != rank_ && !heard(peers_[static_cast<std::size_t>(peer)])) return peer;
-    return -1;
+    return missing(heard);
   };
   wait(phase, first_missing, [&](int) { return "expected its word in round " + std::to_string(round); });
   std::vector<Said> all;
@@ -95,7 +114,7 @@ std::vector<RankTalk::Said> RankTalk::exchange_in_call(const char* phase, int id
   const auto takes_part = [&](int peer) { return peer != rank_ && (*masked >> peer & 1) == 0; };
   const auto heard = [&](Peer& peer) {
     auto& said = peer.said_in_call;
-    while (!said.empty() && said.front().first < id) said.pop_front();
+    while (!said.empty() && is_before(said.front().first, id)) said.pop_front();
     return !said.empty() && said.front().first == id;
   };
   auto last_look = std::chrono::steady_clock::now();
@@ -131,7 +150,10 @@ std::vector<RankTalk::Said> RankTalk::exchange_in_call(const char* phase, int id
   for (int peer = 0; peer < num_ranks_; ++peer) {
     Said& said = all[static_cast<std::size_t>(peer)];
     if (peer == rank_) said = {value, text};
-    if (takes_part(peer)) said = peers_[static_cast<std::size_t>(peer)].said_in_call.front().second;
+    if (!takes_part(peer)) continue;
+    auto& theirs = peers_[static_cast<std::size_t>(peer)].said_in_call;
+    said = std::move(theirs.front().second);
+    theirs.pop_front();  // it would not be older any more once numbers have come round
   }
   return all;
 }
@@ -151,10 +173,7 @@ RankTalk::Reset RankTalk::agree_on_reset() {
       said = reset_to_.generation;
       send_all(kResetTo, reset_to_.round, said, std::to_string(reset_to_.epoch));
     }
-    for (int peer = 0; peer < num_ranks_; ++peer)
-      if (peer != rank_ && peers_[static_cast<std::size_t>(peer)].reset_to.generation < reset_to_.generation)
-        return peer;
-    return -1;
+    return missing([&](const Peer& peer) { return peer.reset_to.generation >= reset_to_.generation; });
   };
   wait("reset", first_missing, [](int) { return std::string("expected that it calls reset() too"); });
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -176,9 +195,7 @@ void RankTalk::reset_reached(std::uint64_t generation) {
   const auto first_missing = [&] {
     take_messages();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    for (int peer = 0; peer < num_ranks_; ++peer)
-      if (peer != rank_ && peers_[static_cast<std::size_t>(peer)].reset_reached < generation) return peer;
-    return -1;
+    return missing([&](const Peer& peer) { return peer.reset_reached >= generation; });
   };
   wait("reset", first_missing,
        [&](int) { return "expected that it reaches generation " + std::to_string(generation); });

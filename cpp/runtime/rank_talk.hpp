@@ -52,7 +52,7 @@ class RankTalk {
   // Collective: what every rank says, by rank.
   std::vector<Said> exchange(const char* phase, std::uint64_t value, const std::string& text);
   // The same inside a call that perhaps not all ranks make: what belongs together has the same `id`, which grows from
-  // one exchange to the next, until a reset. `look(peer)` is called about every 20 ms for a peer that is missing, and
+  // one exchange to the next, until a reset (behind the largest int comes the smallest). `look(peer)` is called about every 20 ms for a peer that is missing, and
   // may throw. Ranks of `*masked` take no part; with `mask_silent` those that do not come are added to it.
   std::vector<Said> exchange_in_call(const char* phase, int id, std::uint64_t value, const std::string& text,
                                      const std::function<void(int peer)>& look, std::uint64_t* masked,
@@ -89,6 +89,9 @@ class RankTalk {
   };
 
   void take_message(int peer, ControlChannel::SegmentMessage& message);
+  // A peer that is not here yet, -1 where all are; one that has left before others, for then no wait helps. Under the
+  // lock.
+  int missing(const std::function<bool(Peer& peer)>& is_here);
 
   ControlChannel& channel_;
   std::recursive_mutex& mutex_;

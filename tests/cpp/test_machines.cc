@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -466,6 +467,41 @@ TEST_CASE("who leaves without having read all has still said why") {
       }));
     }
   }
+}
+
+TEST_CASE("one that has left ends an exchange for which another does not come") {
+  check_all(run_processes(3, [&](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "aab", 20.0);
+    char nothing = 0, all[3];
+    exchange_rounds(me, 3, 1);
+    if (me.rank == 2) me.talk->depart(true, "");
+    bootstrap.all_gather(&nothing, all, 1);
+    if (me.rank == 0) {
+      const auto gone = [](const std::function<void()>& body) {
+        const double seconds =
+            seconds_of([&] { expect_throw<PeerLostError>(body, "rank 2 has destroyed its Buffer while"); });
+        expect(seconds < 10.0, "long before the deadline, after " + std::to_string(seconds) + " s");
+      };
+      gone([&] { me.talk->exchange("the end", 0, ""); });
+      me.talk->want_reset(0);
+      gone([&] { me.talk->agree_on_reset(); });
+    }
+    std::string how;  // rank 1 is here all the time
+    while (me.rank == 1 && !me.talk->peer_gone(0, &how)) pause_ms(5);
+  }));
+}
+
+TEST_CASE("numbers of exchanges in calls come round") {
+  check_all(run_processes(2, [&](const Bootstrap& bootstrap) {
+    Rank me(bootstrap, "ab", 5.0);
+    constexpr int kLast = std::numeric_limits<int>::max(), kFirst = std::numeric_limits<int>::min();
+    for (const int id : {6, 7, kLast - 1, kLast, kFirst, kFirst + 1, 2, 3}) {
+      std::uint64_t masked = 0;
+      const std::string text = std::to_string(me.rank) + " in " + std::to_string(id);
+      const auto all = me.talk->exchange_in_call("growth", id, 0, text, [](int) {}, &masked, false);
+      expect(all[0].text == "0 in " + std::to_string(id) && all[1].text == "1 in " + std::to_string(id), "what is said");
+    }
+  }));
 }
 
 TEST_CASE("a rank that does not come is waited for as long as said, and all agree on a reset") {
