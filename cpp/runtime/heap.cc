@@ -58,7 +58,13 @@ bool Heap::grow(std::size_t bytes, std::string* reason, int* new_id) {
       return false;
     }
   }
-  const int id = append_foreign(segment);
+  int id;
+  try {
+    id = append_foreign(segment);
+  } catch (const Error& error) {
+    *reason = error.what();
+    return false;
+  }
   if (new_id != nullptr) *new_id = id;
   const std::lock_guard<std::mutex> lock(mutex_);
   entries_[id].holds_blocks = true;
@@ -88,7 +94,13 @@ int Heap::append_foreign(const std::shared_ptr<Segment>& segment) {
     entries_.emplace_back();
     entries_.back().segment = segment;
   }
-  announce_segment_(id, segment);
+  try {
+    announce_segment_(id, segment);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entries_[static_cast<std::size_t>(id)].segment = nullptr;
+    throw;
+  }
   return id;
 }
 

@@ -42,7 +42,8 @@ class Heap : public std::enable_shared_from_this<Heap> {
   // No more blocks from a segment that holds none, because some peer cannot reach it: its memory is dropped, its id
   // stays taken. False if it holds blocks.
   bool retire(int id);
-  // Registers memory under the next segment id without using it for blocks (workspace, low-latency staging).
+  // Registers memory under the next segment id without using it for blocks (workspace, low-latency staging). What
+  // `announce_segment` throws leaves the id taken and the memory with its owner.
   int append_foreign(const std::shared_ptr<Segment>& segment);
 
   // A block of at least `bytes`, aligned to layout::kAlign; an empty Block if no free range is large enough.

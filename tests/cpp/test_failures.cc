@@ -5,7 +5,9 @@
 #include <sys/time.h>
 
 #include <chrono>
+#include <memory>
 
+#include "runtime/heap.hpp"
 #include "support.hpp"
 
 using namespace deep_moe;
@@ -102,6 +104,24 @@ TEST_CASE("a wait of a refused call may be interrupted by any exception") {
     char nothing = 0, all[2];
     bootstrap.all_gather(&nothing, all, 1);
   }));
+}
+
+TEST_CASE("memory of which the peers cannot be told is not used") {
+  std::weak_ptr<Segment> made;
+  bool told = false;
+  const auto heap = std::make_shared<Heap>(std::size_t{64} << 20, [&](int, const std::shared_ptr<Segment>& segment) {
+    made = segment;
+    if (!told) throw Error("nobody hears it");
+  });
+  std::string reason;
+  CHECK(!heap->allocate_or_grow(100, &reason));
+  CHECK(reason == "nobody hears it");
+  CHECK(made.expired());
+  CHECK(heap->stats().heap_bytes == 0);
+  told = true;
+  const Block block = heap->allocate_or_grow(100, &reason);
+  CHECK(block.segment == 1);
+  CHECK(heap->segment(1)->base() == block.ptr);
 }
 
 TEST_CASE("different calls raise on every rank and name both") {
