@@ -52,8 +52,9 @@ class RankTalk {
   // Collective: what every rank says, by rank.
   std::vector<Said> exchange(const char* phase, std::uint64_t value, const std::string& text);
   // The same inside a call that perhaps not all ranks make: what belongs together has the same `id`, which grows from
-  // one exchange to the next, until a reset (behind the largest int comes the smallest). `look(peer)` is called about every 20 ms for a peer that is missing, and
-  // may throw. Ranks of `*masked` take no part; with `mask_silent` those that do not come are added to it.
+  // one exchange to the next, until a reset (behind the largest int comes the smallest). `look(peer)` is called about
+  // every 20 ms for a peer that is missing, and may throw. Ranks of `*masked` take no part; with `mask_silent` those
+  // that do not come are added to it.
   std::vector<Said> exchange_in_call(const char* phase, int id, std::uint64_t value, const std::string& text,
                                      const std::function<void(int peer)>& look, std::uint64_t* masked,
                                      bool mask_silent);

@@ -504,7 +504,8 @@ TEST_CASE("numbers of exchanges in calls come round") {
       std::uint64_t masked = 0;
       const std::string text = std::to_string(me.rank) + " in " + std::to_string(id);
       const auto all = me.talk->exchange_in_call("growth", id, 0, text, [](int) {}, &masked, false);
-      expect(all[0].text == "0 in " + std::to_string(id) && all[1].text == "1 in " + std::to_string(id), "what is said");
+      expect(all[0].text == "0 in " + std::to_string(id) && all[1].text == "1 in " + std::to_string(id),
+             "what is said");
     }
   }));
 }
