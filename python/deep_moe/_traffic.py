@@ -195,6 +195,7 @@ def sms_that_fill(work: Work, row: int, back: bool, gpu: Gpu, seconds: float) ->
 CHUNK_ROWS = 8
 NOTIFY_DEPTH = 8
 ANNOUNCE = 640
+MAX_SLOT = 4 << 20  # a slot is not made larger than this, however large num_rdma_bytes is
 
 
 def _align(size: int, to: int) -> int:
@@ -211,10 +212,19 @@ def ring_bytes(work: Work, row: int) -> int:
 
     N - 1 rings in each direction, of max(4, 128 / (N - 1)) slots of 8 rows; words; notify's records.
     """
+    return _ring_slots(work) * (CHUNK_ROWS * ring_row(work, row, True) + 256) + _ring_words(work)
+
+
+def ring_bytes_within(work: Work, num_rdma_bytes: int) -> int:
+    """The same of a Buffer that was given this number, for low-latency calls say."""
+    return min(num_rdma_bytes, _ring_slots(work) * MAX_SLOT + _ring_words(work))
+
+
+def _ring_slots(work: Work) -> int:
     peers = work.nodes - 1
-    if peers == 0:
-        return 0
-    slots = max(4, 128 // peers)
-    rings = 2 * peers * slots * (CHUNK_ROWS * ring_row(work, row, True) + 256)
+    return 2 * peers * max(4, 128 // peers) if peers else 0
+
+
+def _ring_words(work: Work) -> int:
     counts = ANNOUNCE + 4 * work.local + 4 * math.ceil(work.experts / work.nodes)
-    return rings + 2 * peers * slots * 8 + 2 * NOTIFY_DEPTH * peers * _align(counts, 64)
+    return _ring_slots(work) * 8 + 2 * NOTIFY_DEPTH * (work.nodes - 1) * _align(counts, 64)

@@ -57,8 +57,8 @@ class Buffer(LowLatencyCalls):
             value on any rank counts, and 0 leaves room for rows of 7168 bfloat16 elements).
         low_latency_mode: prepare for low-latency calls, which work either way; between nodes over the network
             only then with the memory that num_rdma_bytes says, which does not grow.
-        num_qps_per_rank: queue pairs of the network.
-        allow_nvlink_for_low_latency_mode: kept for compatibility.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode: kept for compatibility; queue pairs are set by
+            NVSHMEM's own variables.
         allow_mnnvl, use_fabric: GPUs share memory by fabric handles where the machine has a fabric.
         explicitly_destroy: kept for compatibility; :meth:`destroy` may always be called and never must.
         enable_shrink: low-latency calls mask a rank that does not answer in time, instead of failing.

@@ -14,6 +14,7 @@ from ._traffic import (
     find_gpu,
     link_bounds,
     ring_bytes,
+    ring_bytes_within,
     ring_row,
     sm_seconds,
     sms_that_fill,
@@ -184,6 +185,11 @@ def plan(
             _bound("low-latency dispatch", few, there, False, True, found, nic, 0),
             _bound("low-latency combine", few, back, True, True, found, nic, 0),
         ]
+    if nodes > 1:
+        wanted = ring_bytes(work, back)
+        if mode == "both":
+            staging = max(staging, wanted)
+        memory.append(_rings(work, wanted, staging))
     return Plan(
         work,
         found,
@@ -226,9 +232,16 @@ def _heap(
         Memory("received rows, worst", worst_bytes, f"all {worst:,} tokens come to one rank"),
         Memory("heap, worst", grown, "what num_nvl_bytes has grown to then"),
     ]
-    if work.nodes > 1:
-        parts.append(Memory("rings between nodes", ring_bytes(work, back), "whatever the number of tokens"))
     return heap, parts
+
+
+def _rings(work: Work, wanted: int, staging: int) -> Memory:
+    """The rings of a Buffer between nodes, which takes num_rdma_bytes for them too."""
+    if not staging:
+        return Memory("rings between nodes", wanted, "whatever the number of tokens")
+    return Memory(
+        "rings between nodes", ring_bytes_within(work, staging), "num_rdma_bytes once more, to 4 MiB a slot"
+    )
 
 
 def _low_latency_memory(work: Work, max_tokens: int, dtype: str) -> tuple[int, list[Memory]]:

@@ -81,6 +81,18 @@ def test_between_nodes_as_the_model_of_the_page(ranks: int, groups: int) -> None
     assert ring_bytes(Work(8, 1, 4096, 7168, 256, 8), 14336) == 0
 
 
+def test_rings_of_a_buffer_for_low_latency_calls() -> None:
+    """They take num_rdma_bytes as well, a slot at most 4 MiB; few tokens leave them room for 8 rows."""
+    low = plan(**V3, ranks=16, nodes=2)
+    assert memory_of(low, "rings between nodes") == low.num_rdma_bytes > 800 << 20
+    assert plan(**V3, ranks=16, nodes=2, mode="ll").memory[-1].name == "rings between nodes"
+    large = plan(**V3, ranks=16, nodes=2, ll_tokens=1024)
+    assert 256 * 4 << 20 < memory_of(large, "rings between nodes") < 257 * 4 << 20 < large.num_rdma_bytes
+    few = plan(**V3, ranks=16, nodes=2, ll_tokens=1)
+    rings = memory_of(plan(**V3, ranks=16, nodes=2, mode="ht"), "rings between nodes")
+    assert few.num_rdma_bytes == rings == memory_of(few, "rings between nodes")
+
+
 # Kernels on two H200, T=4096, uniform routes; docs/internode-times.md takes its rates from the same.
 MEASURED_US = {("bf16", "dispatch"): 168.6, ("fp8", "dispatch"): 93.7, ("bf16", "combine"): 185.5}
 
