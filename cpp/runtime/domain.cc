@@ -297,11 +297,15 @@ void Domain::wait_impl(const char* phase, std::uint64_t epoch, const std::functi
     };
     std::string how;
     // What the peer wrote before it went is still seen: look once more after its end was noticed.
-    if (look_for_life && peer_gone(blamed, &how) && first_missing() == blamed) {
-      if (in_call) throw_if_aborted(blamed);
-      own_verdict_ = true;
-      throw PeerLostError("rank " + std::to_string(blamed) + " " + how + " while rank " + std::to_string(rank_) +
-                          " waited for " + who());
+    if (look_for_life && peer_gone(blamed, &how)) {
+      const int still_missing = first_missing();
+      if (still_missing < 0) return;
+      if (still_missing == blamed) {
+        if (in_call) throw_if_aborted(blamed);
+        own_verdict_ = true;
+        throw PeerLostError("rank " + std::to_string(blamed) + " " + how + " while rank " + std::to_string(rank_) +
+                            " waited for " + who());
+      }
     }
     const auto now = Clock::now();
     if (now >= deadline) {
