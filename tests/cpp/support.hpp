@@ -44,6 +44,13 @@ std::string expect_throw(const F& body, const std::string& part) {
   throw std::runtime_error("expected an error with '" + part + "', got none");
 }
 
+// Returns when all ranks are here.
+inline void meet(const Bootstrap& bootstrap) {
+  const char here = 0;
+  std::vector<char> all(static_cast<std::size_t>(bootstrap.size));
+  bootstrap.all_gather(&here, all.data(), sizeof(here));
+}
+
 // Returns one line for each rank that failed.
 inline std::vector<std::string> run_threads(int num_ranks, const RankFunction& function) {
   std::vector<std::string> errors(static_cast<std::size_t>(num_ranks));

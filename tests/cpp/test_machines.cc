@@ -104,6 +104,11 @@ void exchange_rounds(Rank& me, int num_ranks, int rounds) {
   }
 }
 
+// A wait for rank 1 that only its departure, or its end, ends.
+void wait_for_rank_1_to_leave(Rank& me) {
+  me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); });
+}
+
 double seconds_of(const std::function<void()>& body) {
   const auto start = std::chrono::steady_clock::now();
   body();
@@ -409,8 +414,7 @@ TEST_CASE("who has destroyed its Buffer says why, also to other machines") {
                                 "rank 0 has destroyed its Buffer, which had failed (it had enough), while");
     expect(std::count(me.lost.begin(), me.lost.end(), std::pair(0, true)) == 1, "idle: kernels are told");
     if (me.rank == 1) return me.talk->depart(true, {});
-    expect_throw<PeerLostError>([&] { me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); }); },
-                                "rank 1 has destroyed its Buffer while");
+    expect_throw<PeerLostError>([&] { wait_for_rank_1_to_leave(me); }, "rank 1 has destroyed its Buffer while");
     expect(std::count(me.lost.begin(), me.lost.end(), std::pair(1, false)) == 1, "it has left nothing undone");
   }));
 }
@@ -445,7 +449,7 @@ TEST_CASE("who destroys its Buffer between two looks has not ended") {
       wait_for(shared->left);
     };
     shared->ready = 1;
-    expect_throw<PeerLostError>([&] { me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); }); },
+    expect_throw<PeerLostError>([&] { wait_for_rank_1_to_leave(me); },
                                 "rank 1 has destroyed its Buffer, which had failed (it had enough), while");
   }));
   ::munmap(shared, sizeof(Shared));
@@ -456,18 +460,16 @@ TEST_CASE("who leaves without having read all has still said why") {
     for (const std::string failure : {"", "it had enough"}) {
       check_all(run_processes(2, [&](const Bootstrap& bootstrap) {
         Rank me(bootstrap, hosts, 20.0);
-        char nothing = 0, all[2];
-        const auto meet = [&] { bootstrap.all_gather(&nothing, all, 1); };
         exchange_rounds(me, 2, 1);
         if (me.rank == 0) me.talk->send(1, RankTalk::kOther, 0, 0, "a message that rank 1 leaves unread");
-        meet();
+        meet(bootstrap);
         if (me.rank == 1) me.talk->depart(true, failure);
-        meet();
+        meet(bootstrap);
         if (me.rank == 1) return;
         const std::string why = failure.empty() ? "" : ", which had failed (it had enough),";
         // Nothing is sent first: who sends is told of the end in place of who receives.
-        const auto wait = [&] { me.talk->wait("the end", [] { return 1; }, [](int) { return std::string(); }); };
-        expect_throw<PeerLostError>(wait, "rank 1 has destroyed its Buffer" + why + " while");
+        expect_throw<PeerLostError>([&] { wait_for_rank_1_to_leave(me); },
+                                    "rank 1 has destroyed its Buffer" + why + " while");
         expect(me.lost == std::vector{std::pair(1, !failure.empty())}, "it has left, and is dead where it had failed");
       }));
     }
@@ -477,10 +479,9 @@ TEST_CASE("who leaves without having read all has still said why") {
 TEST_CASE("one that has left ends an exchange for which another does not come") {
   check_all(run_processes(3, [&](const Bootstrap& bootstrap) {
     Rank me(bootstrap, "aab", 20.0);
-    char nothing = 0, all[3];
     exchange_rounds(me, 3, 1);
     if (me.rank == 2) me.talk->depart(true, "");
-    bootstrap.all_gather(&nothing, all, 1);
+    meet(bootstrap);
     if (me.rank == 0) {
       const auto gone = [](const std::function<void()>& body) {
         const double seconds =
@@ -525,7 +526,7 @@ TEST_CASE("a rank that does not come is waited for as long as said, and all agre
             [&] { me.talk->exchange_in_call("in a call", 8, 2, "", [&](int) { ++looked; }, &masked, false); },
             "in in a call");
       expect(me.rank != 1 || looked > 2, "looks at who is missing");
-      bootstrap.all_gather(&masked, std::vector<std::uint64_t>(4).data(), sizeof(masked));
+      meet(bootstrap);
 
       me.talk->want_reset(static_cast<std::uint64_t>(10 + me.rank));
       const RankTalk::Reset target = me.talk->agree_on_reset();
@@ -552,7 +553,7 @@ TEST_CASE("silent ranks of other machines are masked in a call that allows it") 
       const auto said = me.talk->exchange_in_call("in a call", 2, 5, "", [](int) {}, &masked, true);
       expect(masked == 2 && said[static_cast<std::size_t>(2 - me.rank)].value == 5, "the others are heard");
     }
-    bootstrap.all_gather(&masked, std::vector<std::uint64_t>(3).data(), sizeof(masked));
+    meet(bootstrap);
   }));
 }
 

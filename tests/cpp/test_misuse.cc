@@ -18,12 +18,6 @@ BufferOptions with_timeout(double seconds) {
   return options;
 }
 
-void meet(const Bootstrap& bootstrap) {
-  char nothing[8] = {};
-  std::vector<char> all(8 * static_cast<std::size_t>(bootstrap.size));
-  bootstrap.all_gather(nothing, all.data(), 8);
-}
-
 // A dispatch and what keeps its inputs alive.
 struct Sent {
   Input input;

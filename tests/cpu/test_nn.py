@@ -395,15 +395,19 @@ def test_without_the_setting_the_graph_breaks_and_the_result_is_right() -> None:
     same_gradients(case, run_ranks(rank_main, len(case.tokens), timeout=200))
 
 
+def fake_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, topk_idx and topk_weights of 4 tokens on a GPU, in FakeTensorMode."""
+    x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
+    return x, x.new_empty(4, 2, dtype=torch.int64), x.new_empty(4, 2, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("worst", [0, 24])
 def test_shapes_on_a_gpu_as_the_compiler_sees_them(worst: int) -> None:
     """The fake kernels need none: tensors are where the Buffer puts them, meta is on the CPU."""
 
     def rank_main(comm: Any, rank: int) -> Any:
         with FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True)):
-            x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
-            idx = torch.empty(4, 2, dtype=torch.int64, device="cuda:0")
-            weights = torch.empty(4, 2, device="cuda:0")
+            x, idx, weights = fake_inputs()
             *received, counts, h0, h1, h2, h3, h4, h5, h6, meta = moe.ops.dispatch(
                 "none", x, idx, weights, 10, 4, 3, 1, worst, 1, False
             )
@@ -433,8 +437,7 @@ def test_shapes_between_nodes_on_gpus_as_the_compiler_sees_them(worst: int) -> N
 
     def rank_main(comm: Any, rank: int) -> Any:
         with FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True)):
-            x = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda:0")
-            idx = torch.empty(4, 2, dtype=torch.int64, device="cuda:0")
+            x, idx, _ = fake_inputs()
             *_, h2, h3, h4, h5, h6, meta = moe.ops.dispatch(
                 "none", x, idx, None, 12, 2, 6, 3, worst, 1, False
             )

@@ -1,32 +1,13 @@
 // The GPU tests of low-latency calls between nodes, on the CPU, over a network that delivers what it is given in pieces
 // and in random order.
 #include "../gpu_direct.cuh"
-#include "../random_network.hpp"
 #include "kernels/internode/direct_combine_kernel.cuh"
 #include "kernels/internode/direct_dispatch_kernel.cuh"
+#include "port_network.hpp"
 
 #define DEEP_MOE_EMULATED
 
 namespace deep_moe::test {
-
-// What kernels/internode/network.cuh asks for, as far as these kernels take it. Nobody catches what is thrown in a
-// kernel: the program ends.
-struct PortNetwork {
-  cpu::OneSided* port;
-
-  char* memory() const { return port->memory(); }
-  void put_signal_by_block(int rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t word,
-                           std::uint64_t value) const {
-    expect((to | from | bytes) % 16 == 0, "a put that is not of whole 16 bytes");
-    __syncthreads();
-    if (threadIdx.x == 0) port->put_signal(rank, to, from, bytes, word, value);
-  }
-  void signal(int rank, std::size_t word, std::uint64_t value) const { port->signal(rank, word, value); }
-  bool is(std::size_t word, std::uint64_t value) const {
-    emulation::Block::here().loads();
-    return port->test(word) == value;
-  }
-};
 
 class WiredRanks : public DirectRanks {
  public:

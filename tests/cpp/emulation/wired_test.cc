@@ -1,35 +1,14 @@
 // The GPU tests of the kernels between nodes, on the CPU, over a network that delivers what it is given in pieces and
 // in random order: through send slots, as over NVSHMEM, where the other programs write into the peer's ring.
-#include <stdexcept>
-
 #include "../gpu_internode.cuh"
-#include "../random_network.hpp"
 #include "kernels/internode/combine_kernel.cuh"
 #include "kernels/internode/dispatch_kernel.cuh"
 #include "kernels/internode/notify_kernel.cuh"
+#include "port_network.hpp"
 
 #define DEEP_MOE_WIRED
 
 namespace deep_moe::test {
-
-// What kernels/internode/network.cuh asks for.
-struct PortNetwork {
-  cpu::OneSided* port;
-
-  static constexpr bool kDirect = false;
-  char* memory() const { return port->memory(); }
-  void put_signal(int rank, std::size_t to, std::size_t from, std::size_t bytes, std::size_t word,
-                  std::uint64_t value) const {
-    __syncwarp();
-    if (bytes % 16 != 0) throw std::logic_error("a put of a part of 16 bytes");
-    if (threadIdx.x % 32 == 0) port->put_signal(rank, to, from, bytes, word, value);
-  }
-  void signal(int rank, std::size_t word, std::uint64_t value) const { port->signal(rank, word, value); }
-  bool is(std::size_t word, std::uint64_t value) const {
-    emulation::Block::here().loads();
-    return port->test(word) == value;
-  }
-};
 
 class WiredRails : public RailWorld {
  public:
